@@ -41,13 +41,12 @@ from sd_training.config.value_types import path_argument
 from sd_training.data.datamodule import HeldOutData, TrainingData
 from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import ConfigError, DataError, UserError
-from sd_training.evaluation.measure import RealPictures, Row, measure, read_rows, write_rows
+from sd_training.evaluation.measure import ROWS, RealPictures, Row, measure, read_rows, write_rows
 from sd_training.evaluation.networks import load_networks
 from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeline, weights_of_run
 from sd_training.export.draw import read_rows as read_captions
 from sd_training.export.pipeline import exported_step
 
-ROWS = "evaluation.csv"
 _BATCH = 32
 """Real pictures read at once."""
 _POLL_S = 5.0
@@ -139,8 +138,13 @@ def read_prompts(config: Config) -> list[str]:
     return [prompts[i % len(prompts)] for i in range(count)]
 
 
-def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
-    """Output, rows, and TensorBoard where the run has it.
+def has_ended(args: argparse.Namespace) -> bool:
+    """Whether this process was started beside a run that is no more."""
+    return args.beside is not None and os.getppid() != args.beside
+
+
+def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> None:
+    """Output, rows, and TensorBoard where the run has it; while it trains it logs the rows itself, W&B's too.
 
     Raises:
         OSError: the files cannot be written.
@@ -148,9 +152,11 @@ def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
     for row in rows:
         interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
         print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
-    write_rows(out / ROWS, rows)
-    if (out / "tensorboard").is_dir():  # a folder beside the run's own: a file has one writer
-        with SummaryWriter(str(out / "tensorboard" / "evaluation")) as writer:
+    write_rows(args.out / ROWS, rows)
+    is_logged = args.beside is not None and not has_ended(args)
+    if (args.out / "tensorboard").is_dir() and not is_logged:
+        # A folder beside the run's own: a file has one writer.
+        with SummaryWriter(str(args.out / "tensorboard" / "evaluation")) as writer:
             for row in rows:
                 if "value" in row:
                     writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
@@ -165,10 +171,9 @@ def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
     done = {int(row["step"]) for row in read_rows(args.out / ROWS)}
     with lock:
         while True:
-            has_ended = args.beside is not None and os.getppid() != args.beside
             step = exported_step(args.target)
             plans = [start["batch_plan"] for start in read_starts(args.target / RECORD) if "batch_plan" in start]
-            is_last = has_ended or (bool(plans) and step >= BatchPlan(**plans[-1]).num_steps)
+            is_last = has_ended(args) or (bool(plans) and step >= BatchPlan(**plans[-1]).num_steps)
             if step >= 0 and step not in done and (is_last or step % (every or 1) == 0):
                 done.add(step)
                 yield step
@@ -223,7 +228,7 @@ def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, ra
         networks = load_networks(config.evaluation)
         rows = measure(networks, drawn.files, drawn.prompts, lambda: real_pictures(config), drawn.root, device)
         try:
-            publish(args.out, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
+            publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
         except OSError as error:
             lost = DataError(f"{args.out}: the rows cannot be written: {error.strerror}")
             if not args.watch:

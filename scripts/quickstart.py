@@ -223,7 +223,7 @@ def summary(folder: Path, machine: Machine) -> str:
 pictures      {folder / "digits.png"} (one digit per row), digits_without_guidance.png beside it
 score         {folder / "score.json"}
 pipeline      {pipeline_dir(folder)}
-run page      {digits / "report.html"}: curves, pictures and options of the training run, in a browser
+run page      {digits / "report.html"}: curves, pictures, score and options of the training run, in a browser
 training run  {digits}: config.yaml, metrics.csv, samples/, tensorboard/, checkpoints/
 shards        {folder / "data"}
 
@@ -246,6 +246,25 @@ def run_all(folder: Path, machine: Machine, is_quick: bool, environment: Mapping
         run_step(title, command, environment)
 
 
+def show_score(folder: Path) -> None:
+    """Puts the score on the page of the run, as measurements of its export."""
+    from sd_training.evaluation.measure import ROWS, write_rows
+    from sd_training.evaluation.report import PAGE, write_report
+    from sd_training.export.pipeline import exported_step
+
+    run, rows = folder / "runs" / "digits", []
+    found = json.loads((folder / "score.json").read_text(encoding="utf-8"))
+    measured = {"step": str(exported_step(run)), "weights": "average"}
+    for name, own in (("", found["guided"]), ("_without_guidance", found["unguided"])):
+        measured["images"] = str(own["drawn"])
+        value, low, high = map(str, own["fid"])
+        rows.append({**measured, "metric": f"digits_fid{name}", "value": value, "low": low, "high": high})
+        share = {"metric": f"digits_recognised{name}", "value": str(own["recognised"] / own["drawn"])}
+        rows.append({**measured, **share, "low": "", "high": ""})
+    write_rows(run / ROWS, rows)
+    write_report([run], run / PAGE)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = choose_machine(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     print(f"{machine.processes} training processes on {machine.accelerator}, files in {folder}")
     run_all(folder, machine, options.quick, child_environment(os.environ, machine))
+    show_score(folder)
     print(f"\nquickstart finished in {(time.monotonic() - started) / 60:.1f} minutes\n{summary(folder, machine)}")
 
 

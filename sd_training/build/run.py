@@ -21,6 +21,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from sd_training.build.cache import open_cache
 from sd_training.build.data import ANY_GRID, make_data
@@ -42,7 +43,7 @@ from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
-from sd_training.callbacks.validation import Validation, column_names
+from sd_training.callbacks.validation import RFD, RFID, Validation, column_names
 from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
@@ -50,11 +51,12 @@ from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.report import report_text
 from sd_training.errors import Checks
+from sd_training.evaluation.networks import InceptionFeatures, load_inception
 from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE
 from sd_training.models.load import load_part
-from sd_training.models.reconstruction import frechet_distance
+from sd_training.models.reconstruction import PooledFeatures, frechet_distance
 from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group, use_own_device
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
@@ -195,9 +197,12 @@ def _callbacks(
     encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
-        perceptual = trained.module.perceptual
-        frechet = None if perceptual is None else frechet_distance(perceptual)
-        columns = column_names(trained.module.held_out, has_frechet=frechet is not None)
+        frechet, place = dict[str, FrechetInceptionDistance](), config.validation.inception
+        if trained.module.perceptual is not None:
+            frechet[RFD] = frechet_distance(PooledFeatures(trained.module.perceptual))
+        if place is not None:
+            frechet[RFID] = frechet_distance(InceptionFeatures(load_inception(place, "validation.inception").module))
+        columns = column_names(trained.module.held_out, frechet)
         validation_rows = MetricRows(run_dir / "validation.csv", columns, run_lock)
         validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption, frechet)
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
@@ -212,7 +217,7 @@ def _callbacks(
         *_pictures(plan, trained, ema, run_state),
         BatchPictures(run_dir, config.logging.batch_every, data.tokenizers) if config.logging.batch_every else None,
         saves,
-        Evaluation(run_dir, config.evaluation.device) if trained.family and config.evaluation.every else None,
+        Evaluation(run_dir, config.evaluation.device, every) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
         Runtime(watch, run_lock),
@@ -271,9 +276,10 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) ->
     own = (*parts, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
-        pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, at_start=True))
+        shown = {"at_start": True, "has_denoising": config.sampling.denoising}
+        pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, **shown))
         if config.sampling.raw and ema is not None:
-            raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, at_start=True)
+            raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, **shown)
             pictures.append(raw)
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None:

@@ -1,23 +1,31 @@
 """`evaluation.every`: a process beside the run that evaluates what it exports, `scripts/evaluate.py RUN --watch`.
 
 Neither waits for the other or ends it. The process reads exports and checkpoints from the run folder and writes only
-`evaluation/`, `evaluation.csv` and `tensorboard/evaluation/`. It ends when the last export is evaluated.
+`evaluation/` and `evaluation.csv`, of which the run logs new rows. It ends when the last export is evaluated; what it
+measures after the end of the run it writes to `tensorboard/evaluation/`.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 
+from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.evaluation.measure import ROWS, read_rows
 from sd_training.log import get_logger
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 
+Measurement = tuple[int, str, float]
+"""Optimizer step, metric with the kind of weights, value."""
 LOG = "evaluation.log"
 """In the run folder: what the process prints."""
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
@@ -29,16 +37,22 @@ _OF_LAUNCHERS = (
 
 
 @dataclass(eq=False)
-class Evaluation(pl.Callback):
+class Evaluation(OptimizerStepCallback):
     """Starts the process when training starts. Where it cannot be started, the run goes on without it."""
+
+    section = "logging"
 
     run_dir: Path
     device: str
     """`evaluation.device`."""
+    log_every: int
+    """Optimizer steps between looks at what has been measured."""
+    _logged: set[Measurement] = field(default_factory=set, init=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank 0, once the run folder has its configuration. A run that is resumed starts another process, which waits
         for the one before."""
+        super().on_train_start(trainer, pl_module)
         if not trainer.is_global_zero:
             return
         is_cpu, nice = self.device == "cpu", shutil.which("nice")
@@ -60,3 +74,19 @@ class Evaluation(pl.Callback):
             log.error(f"evaluation.every: the process cannot be started, and the run goes on without it: {error}")
             return
         log.info(f"evaluation: process {process.pid} on {self.device} writes evaluation.csv and {path}")
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Rank 0: what this start has not logged yet, each value under the step that was measured."""
+        if not trainer.is_global_zero or not self.is_due(trainer, step, self.log_every):
+            return
+        found = set(self._measurements()) - self._logged
+        for number, name, value in sorted(found):
+            for logger in trainer.loggers:
+                logger.log_metrics({name: value}, number)
+        self._logged |= found
+
+    def _measurements(self) -> Iterator[Measurement]:
+        with suppress(OSError, ValueError):  # of a file system that fails; the next look finds them
+            for row in read_rows(self.run_dir / ROWS):
+                if row["value"]:
+                    yield int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])

@@ -14,22 +14,26 @@ import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import Config
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.export.draw import draw_images, picture_grid
+from sd_training.export.draw import comparison_grid, draw_images, picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training import TrainedModule
+from sd_training.training import DiffusionModule, TrainedModule, scaled_pixels
 from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
 
 _GRID_COLUMNS = 8
 _GRID_PICTURES = 64
+_DENOISING_STEPS = 8
+"""Pictures in a row of the denoising."""
+_RECONSTRUCTIONS, _RECONSTRUCTIONS_PER_ROW = 16, 4
 
 
 @dataclass(eq=False)
@@ -58,6 +62,8 @@ class Pictures(OptimizerStepCallback):
     """(file stem, caption) pairs."""
     at_start: bool = False
     """Draw also before the first step of a new run, with the untrained model."""
+    has_denoising: bool = False
+    """Keep rows of the denoising, in a folder of their own."""
 
     @property
     def state_key(self) -> str:
@@ -80,34 +86,43 @@ class Pictures(OptimizerStepCallback):
         continues."""
         if trainer.should_stop:
             return
-        folder = self.run_dir / "samples" / f"step_{step}" / self.name
+        folder = self.run_dir / "samples" / f"step_{step}"
+        columns = {self.name: _GRID_COLUMNS} | ({f"{self.name}_denoising": 1} if self.has_denoising else {})
         with self.state.watched("validate"):
             with export_weights(module, self.ema):
-                images = self._local_images(trainer)
+                drawn = dict(zip(columns, self._local_images(trainer), strict=False))
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                for i, image in images.items():
-                    image.save(folder / f"{self.prompts[i][0]}.png")
+                for name, images in drawn.items():
+                    (folder / name).mkdir(parents=True, exist_ok=True)
+                    for i, image in images.items():
+                        image.save(folder / name / f"{self.prompts[i][0]}.png")
             except OSError as error:
                 log.error(f"pictures {self.name!r} of step {step:,} could not be written: {error}")
             trainer.strategy.barrier("pictures drawn")
             if trainer.is_global_zero:
                 try:
-                    self._publish(trainer, folder, step)
+                    for name, count in columns.items():
+                        self._publish(trainer, folder / name, step, count)
                 except OSError as error:
                     log.error(f"pictures {self.name!r} of step {step:,} could not be published: {error}")
 
-    def _local_images(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
-        """This rank's pictures by number of the prompt, which the seed depends on, not on the rank. Where a forward
-        pass is collective, all ranks draw equally many: some draw again what another draws as well, which gives the
-        same picture."""
+    def _local_images(self, trainer: pl.Trainer) -> tuple[dict[int, Image.Image], dict[int, Image.Image]]:
+        """This rank's pictures by number of the prompt, which the seed depends on, not on the rank, and their rows of
+        the denoising, if asked for. Where a forward pass is collective, all ranks draw equally many: some draw again
+        what another draws as well, which gives the same picture."""
         strategy, count, sampling = strategy_of(trainer), len(self.prompts), self.config.sampling
         numbers, missing = strategy.split_over_ranks(count)
         if strategy.has_collective_forward:
             numbers += [strategy.data_rank % count] * missing
         if not numbers:
-            return {}
-        device = trainer.strategy.root_device
+            return {}, {}
+        device, last = trainer.strategy.root_device, sampling.num_inference_steps - 1
+        frames: dict[int, list[Image.Image]] = {i: [] for i in numbers}
+
+        def keep(start: int, images: list[Image.Image]) -> None:
+            for i, image in zip(numbers[start:], images, strict=False):
+                frames[i].append(image)
+
         # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
         with torch.no_grad(), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             images = draw_images(
@@ -119,23 +134,27 @@ class Pictures(OptimizerStepCallback):
                 num_inference_steps=sampling.num_inference_steps,
                 guidance_scale=sampling.guidance_scale,
                 batch_size=sampling.batch_size,
+                on_step=keep if self.has_denoising else None,
+                steps={round(last * k / max(min(_DENOISING_STEPS - 1, last), 1)) for k in range(_DENOISING_STEPS)},
             )
-            return dict(zip(numbers, images, strict=True))  # drawn while they are taken
+            pictures = dict(zip(numbers, images, strict=True))  # drawn while they are taken
+        return pictures, {i: picture_grid(own, len(own)) for i, own in frames.items() if own}
 
-    def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
+    def _publish(self, trainer: pl.Trainer, folder: Path, step: int, columns: int) -> None:
         """Grid picture, loggers."""
         shown = [folder / f"{stem}.png" for stem, _ in self.prompts[:_GRID_PICTURES]]
-        grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
+        grid = picture_grid([Image.open(path) for path in shown], columns)
         grid.save(folder.with_name(f"{folder.name}_grid.png"))
         loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
         for logger in loggers:
-            logger.log_picture(self.name, grid, step)
+            logger.log_picture(folder.name, grid, step)
 
 
 @dataclass(eq=False)
 class BatchPictures(OptimizerStepCallback):
-    """Keeps the first pictures and captions of a step's last micro-batch, on rank 0. Pictures are those of the loader;
-    where a cache or encoder processes deliver latents, there are captions alone."""
+    """Keeps the first pictures and captions of a step's last micro-batch, on rank 0, and what a frozen autoencoder
+    makes of the pictures. They are those of the loader; where a cache or encoder processes deliver latents, there are
+    captions alone."""
 
     section = "drawing"
 
@@ -162,15 +181,30 @@ class BatchPictures(OptimizerStepCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             if captions := self._captions(self._batch):
                 path.with_suffix(".txt").write_text("".join(f"{line}\n" for line in captions), encoding="utf-8")
-            if self._batch.pixels.numel():
-                pixels = self._batch.pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
-                grid = picture_grid([Image.fromarray(one) for one in pixels], _GRID_COLUMNS)
-                grid.save(path)
+            for name, grid in self._grids(module, self._batch.pixels).items():
+                grid.save(path.with_name(f"{name}.png"))
                 loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
                 for logger in loggers:
-                    logger.log_picture("batch", grid, step)
+                    logger.log_picture(name, grid, step)
         except OSError as error:
             log.error(f"the batch of step {step:,} could not be written: {error}")
+
+    def _grids(self, module: TrainedModule, pixels: Tensor) -> dict[str, Image.Image]:
+        if not pixels.numel():
+            return {}
+        shown = pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
+        grids = {"batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS)}
+        if isinstance(module, DiffusionModule):
+            pixels, precision = pixels[:_RECONSTRUCTIONS], module.vae_precision
+            # Compiled modules run as they were written, as for drawing.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                mean, _ = module.family.moments(scaled_pixels(pixels), precision, module.vae_batch).chunk(2, dim=1)
+                with autocast(pixels.device, precision):
+                    decoded = module.family.vae.decode(mean).sample.float()
+            reconstructions = ((decoded.clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
+            pairs = torch.cat((pixels, reconstructions), dim=3).cpu()
+            grids["batch_reconstructions"] = comparison_grid(pairs, _RECONSTRUCTIONS_PER_ROW)
+        return grids
 
     def _captions(self, batch: PixelBatch) -> list[str]:
         """One line each, as the tokenizer reads its tokens back; none where no tokens are delivered."""

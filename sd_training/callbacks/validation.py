@@ -6,7 +6,7 @@ part, and the result does not depend on their number except for rounding.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from PIL import Image
 from torch import Tensor, distributed
 from torchmetrics.image.fid import FrechetInceptionDistance
 
@@ -26,7 +25,7 @@ from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import HeldOutData
 from sd_training.evaluation.paired import Vector, half_width
-from sd_training.export.draw import picture_grid
+from sd_training.export.draw import comparison_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
@@ -37,22 +36,22 @@ log = get_logger(__name__)
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
-RFD = "rfd"
-"""Column of `Validation.frechet`."""
+RFD, RFID = "rfd", "rfid"
+"""Columns of `Validation.frechet`."""
 _TIMESTEP = "timestep"
 """Of `held_out`: what a level is, not a measure."""
 _NUM_PAIRS, _PAIRS_PER_ROW = 16, 4
 
 
-def column_names(held_out: Sequence[str], *, has_frechet: bool) -> list[str]:
+def column_names(held_out: Sequence[str], frechet: Iterable[str]) -> list[str]:
     """Of `validation.csv`.
 
     Args:
         held_out: of the module.
+        frechet: names of the distances of reconstructions.
     """
     measures = [f"{name}{bound}" for name in held_out if name != _TIMESTEP for bound in ("", "_low", "_high")]
-    measures += [RFD] if has_frechet else []
-    return ["optimizer_step", "weights", "quantile", _TIMESTEP, "samples", *measures]
+    return ["optimizer_step", "weights", "quantile", _TIMESTEP, "samples", *measures, *frechet]
 
 
 def noise_levels(config: Config) -> list[float]:
@@ -78,8 +77,8 @@ class Validation(OptimizerStepCallback):
     """The average, if there is one."""
     preemption: Preemption
     """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights."""
-    frechet: FrechetInceptionDistance | None = None
-    """Between pictures and their reconstructions."""
+    frechet: Mapping[str, FrechetInceptionDistance] = field(default_factory=dict)
+    """Column → distance between pictures and their reconstructions."""
     _pairs: Tensor | None = field(default=None, init=False)
     """The first pictures of this rank and their reconstructions, of the newest measurement."""
     _group: CpuGroup | None = field(default=None, init=False)
@@ -136,8 +135,8 @@ class Validation(OptimizerStepCallback):
                 found, count = _statistics(module.held_out, measured)
                 times = {name: found.pop(name) for name in (_TIMESTEP,) if name in found}
                 means = {name: float(own[-1]) for name, own in found.items()}
-                if self.frechet is not None and count > 1:
-                    means[RFD] = float(self.frechet.compute())
+                if count > 1:
+                    means |= {name: float(distance.compute()) for name, distance in self.frechet.items()}
                 losses[weights] = means["loss"]
                 row = {"optimizer_step": str(step), "weights": weights, "samples": str(count)}
                 rows.append(row | {"quantile": ALL} | {name: f"{mean:.9g}" for name, mean in means.items()})
@@ -157,21 +156,20 @@ class Validation(OptimizerStepCallback):
 
     def _add_to_frechet(self, pairs: Tensor | None) -> None:
         """[B, 3, H, 2W] uint8 pictures with their reconstructions."""
-        if self.frechet is not None and pairs is not None:
-            with autocast(pairs.device, "fp32"):
-                for pixels, is_real in zip(pairs.chunk(2, dim=3), (True, False), strict=True):
-                    self.frechet.update(scaled_pixels(pixels), real=is_real)
+        if pairs is None:
+            return
+        with autocast(pairs.device, "fp32"):
+            for pixels, is_real in zip(pairs.chunk(2, dim=3), (True, False), strict=True):
+                for distance in self.frechet.values():
+                    distance.update(scaled_pixels(pixels), real=is_real)
 
     def _draw_pairs(self, trainer: pl.Trainer, step: int, weights: str) -> None:
         """Rank 0: one picture of the first pairs, each with its absolute difference on the right. One that cannot be
         written is lost, and the run continues."""
         if self._pairs is None or not trainer.is_global_zero:
             return
-        pairs = self._pairs[:_NUM_PAIRS].cpu()
-        originals, reconstructions = pairs.short().chunk(2, dim=3)
-        triples = torch.cat((pairs, (reconstructions - originals).abs().byte()), dim=3)
-        images = [Image.fromarray(triple.permute(1, 2, 0).numpy()) for triple in triples]
-        grid, name = picture_grid(images, _PAIRS_PER_ROW), f"reconstructions_{weights}"
+        grid = comparison_grid(self._pairs[:_NUM_PAIRS].cpu(), _PAIRS_PER_ROW)
+        name = f"reconstructions_{weights}"
         path = self.rows.path.parent / "samples" / f"step_{step}" / f"{name}.png"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,9 +195,9 @@ class Validation(OptimizerStepCallback):
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
         sums = torch.zeros(2 * len(module.held_out) + 1, len(self.quantiles) + 1, dtype=torch.float64)
-        if self.frechet is not None:
-            self.frechet.to(device)
-            self.frechet.reset()
+        for distance in self.frechet.values():
+            distance.to(device)
+            distance.reset()
         # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
         with export_weights(module, ema), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             for round_ in range(len(numbers) + missing):

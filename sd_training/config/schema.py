@@ -579,6 +579,9 @@ class ValidationConfig(OptionGroup):
     """Measure every so many optimizer steps, before the first one and after the last one."""
     num_samples: Annotated[PositiveInt, used_with("path")] = 512
     """Samples, spread evenly over the held-out data; all of them where there are fewer [count]."""
+    inception: Annotated[str | None, used_with("path"), _TRAINED_VAE] = None
+    """As `evaluation.inception`; measures `rfid`, the Fréchet distance of pictures and reconstructions in its features.
+    null: it is not measured."""
     num_levels: Annotated[PositiveInt, used_with("path"), DENOISER] = 8
     """Noise levels at which each sample is measured: the middles of so many equally likely parts of
     `objective.timestep_density` [count]."""
@@ -836,6 +839,8 @@ class SamplingConfig(OptionGroup):
     """One preview image per prompt."""
     raw: Annotated[bool, used_with("every"), used_with("model.use_ema")] = False
     """Draw the previews with the trained weights, too, beside those drawn with the average."""
+    denoising: Annotated[bool, used_with("every")] = False
+    """Keep a row for each prompt as well: what up to eight of the denoising steps take for the finished picture."""
     num_inference_steps: PositiveInt = 50
     """Denoiser evaluations per image [count]."""
     guidance_scale: Annotated[Number, Field(ge=1)] = 7.5
@@ -896,7 +901,8 @@ class LoggingConfig(OptionGroup):
     DeepSpeed, which keeps the gradients."""
     batch_every: Count = 0
     """Every so many optimizer steps, keep the first pictures of rank 0's micro-batch as the network gets them, cropped
-    and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in the loggers; 0: never."""
+    and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in the loggers; of a frozen
+    autoencoder also its reconstructions, `batch_reconstructions.png`; 0: never."""
 
 
 class Config(OptionGroup):

@@ -25,8 +25,10 @@ from sd_training.evaluation import distances
 from sd_training.evaluation.distances import Estimate
 from sd_training.evaluation.networks import FeatureNetwork
 
+ROWS = "evaluation.csv"
+"""In the run folder."""
 COLUMNS = ("step", "weights", "metric", "value", "low", "high", "images", "reason")
-"""Of `evaluation.csv`. `low` and `high` are a 95 % interval, and `images` the number drawn; a metric that failed has a
+"""Of it. `low` and `high` are a 95 % interval, and `images` the number drawn; a metric that failed has a
 reason instead of a value."""
 Row = dict[str, str]
 Item = TypeVar("Item")

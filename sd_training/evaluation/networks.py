@@ -170,7 +170,7 @@ class Inception(nn.Module):
         return functional.conv2d(features, kernel, self.biases[name], int(stride or 1), padding).relu()
 
 
-def load_inception(place: str) -> FeatureNetwork:
+def load_inception(place: str, option: str = "evaluation.inception") -> FeatureNetwork:
     """The published tensors as .safetensors, which `scripts/convert_checkpoint.py` makes of the .pth.
 
     Raises:
@@ -181,18 +181,40 @@ def load_inception(place: str) -> FeatureNetwork:
         model(torch.zeros(1, 3, _INCEPTION_SIDE, _INCEPTION_SIDE))
     except Exception as error:  # damaged files make the libraries raise many kinds of errors
         remedy = f"give {_PUBLISHED}, converted by scripts/convert_checkpoint.py"
-        raise ConfigError(f"evaluation.inception: {place} cannot be loaded ({first_line(error)}); {remedy}") from error
-    return FeatureNetwork(model, _prepared_for_inception, model)
+        raise ConfigError(f"{option}: {place} cannot be loaded ({first_line(error)}); {remedy}") from error
+
+    def prepare(image: Image.Image) -> Tensor:
+        return _prepared_for_inception(torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1))
+
+    return FeatureNetwork(model, prepare, model)
 
 
-def _prepared_for_inception(image: Image.Image) -> Tensor:
-    """TensorFlow 1's `resize_bilinear`: output i lies at input i · (in / out), between its two neighbours there."""
-    pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)
-    for axis in (1, 2):
+class InceptionFeatures(nn.Module):
+    """[B, 3, H, W] in [-1, 1] → [B, 2048]: features of pictures that are on the device, for metrics of torchmetrics.
+
+    Args:
+        model: on the CPU.
+    """
+
+    num_features = 2048
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self.model(_prepared_for_inception((pixels + 1.0) * 127.5))
+        return features
+
+
+def _prepared_for_inception(pixels: Tensor) -> Tensor:
+    """[..., H, W] from 0 to 255 → [..., 299, 299] by TensorFlow 1's `resize_bilinear`: output i lies at input
+    i · (in / out), between its two neighbours there."""
+    for axis in (-2, -1):
         size = pixels.shape[axis]
-        places = torch.arange(_INCEPTION_SIDE, dtype=torch.float32) * (size / _INCEPTION_SIDE)
+        places = torch.arange(_INCEPTION_SIDE, dtype=torch.float32, device=pixels.device) * (size / _INCEPTION_SIDE)
         below = places.long()
-        share = (places - below).view(-1, 1) if axis == 1 else places - below
+        share = (places - below).view(-1, 1) if axis == -2 else places - below
         low, high = (pixels.index_select(axis, index) for index in (below, (below + 1).clamp(max=size - 1)))
         pixels = low + (high - low) * share
     return (pixels - 128) / 128

@@ -3,7 +3,7 @@
 import csv
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -57,6 +57,7 @@ def draw_images(
     batch_size: int,
     conditions: Sequence[Conditions] = (),
     on_step: Callable[[int, list[Image.Image]], None] | None = None,
+    steps: Collection[int] | None = None,
     **options: Any,
 ) -> Iterator[Image.Image]:
     """Draws one picture per prompt, in order, at most `batch_size` at a time.
@@ -79,6 +80,7 @@ def draw_images(
         conditions: one per picture, or none.
         on_step: gets the number of the first picture of a call, and of all of them what a step takes for the finished
             picture, x̂₀.
+        steps: the denoising steps, from 0, that `on_step` is called for; None: all.
         options: further arguments of the pipeline, such as `strength`.
     """
     import torch  # here: captions are checked without it (build/preflight.py)
@@ -110,8 +112,9 @@ def draw_images(
         else:
             with _clean_latents(pipeline.scheduler) as clean:
 
-                def show(_: Any, _step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
-                    on_step(start, _decoded(pipeline, clean[-1], *size))
+                def show(_: Any, step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
+                    if steps is None or step in steps:
+                        on_step(start, _decoded(pipeline, clean[-1], *size))
                     return state
 
                 images = pipeline(**call, callback_on_step_end=show).images
@@ -196,6 +199,19 @@ def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
     if name == "PixArtSigmaPipeline":
         return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
     return {"guidance_scale": scale}  # a guidance-distilled FLUX takes it as an input of the transformer
+
+
+def comparison_grid(pairs: Any, columns: int) -> Image.Image:
+    """Pictures, each with its reconstruction and their absolute difference on the right.
+
+    Args:
+        pairs: [B, 3, H, 2W] uint8, pictures and reconstructions side by side, on the CPU.
+    """
+    import torch
+
+    originals, reconstructions = pairs.short().chunk(2, dim=3)
+    triples = torch.cat((pairs, (reconstructions - originals).abs().byte()), dim=3)
+    return picture_grid([Image.fromarray(triple.permute(1, 2, 0).numpy()) for triple in triples], columns)
 
 
 def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:

@@ -81,7 +81,9 @@ class Perceptual:
         return states
 
 
-class _Pooled(nn.Module):
+class PooledFeatures(nn.Module):
+    """The deepest features, averaged over the picture."""
+
     def __init__(self, perceptual: Perceptual) -> None:
         super().__init__()
         self.num_features, self.perceptual = len(perceptual.pooled(torch.zeros(1, 3, 64, 64))[0]), perceptual
@@ -90,10 +92,14 @@ class _Pooled(nn.Module):
         return self.perceptual.pooled(pixels)
 
 
-def frechet_distance(perceptual: Perceptual) -> FrechetInceptionDistance:
+def frechet_distance(features: nn.Module) -> FrechetInceptionDistance:
     """The distance of two sets of pictures, by the normal distributions of their features (Heusel et al. 2017,
-    arXiv:1706.08500, eq. 6); rFID where they are Inception's. Processes add up their sums. To be made on the CPU."""
-    return FrechetInceptionDistance(feature=_Pooled(perceptual))
+    arXiv:1706.08500, eq. 6); rFID where they are Inception's. Processes add up their sums. To be made on the CPU.
+
+    Args:
+        features: [B, 3, H, W] in [-1, 1] → [B, `num_features`].
+    """
+    return FrechetInceptionDistance(feature=features)
 
 
 class _Vgg16(nn.Module):

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Dinov2Config, Dinov2Model
 
 from scripts import evaluate
@@ -178,4 +180,9 @@ def test_kill_9_of_either_harms_the_other_not(
         resumed.trainer.callbacks.append(AtStep(newest + 15, kill))  # type: ignore[attr-defined]
         resumed.trainer.fit(resumed.module, datamodule=resumed.data)
     assert len(killed) == 1 and exported_step(run_dir) == newest + 30 and resumed.exit_status == 0
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    measured = [(int(row["step"]), row["metric"], float(row["value"])) for row in rows]
+    assert {"fd_dinov2_trained", "fd_dinov2_infinity_trained"} <= {*events.Tags()["scalars"]}
+    for step, name, value in measured:
+        assert any(e.step == step and isclose(e.value, value, rel_tol=1e-6) for e in events.Scalars(f"{name}_trained"))
     assert int(read_rows(run_dir / "evaluation.csv")[-1]["step"]) == newest

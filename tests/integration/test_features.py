@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
@@ -136,6 +137,7 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
         sampling__every=3,
         sampling__num_inference_steps=2,
         sampling__raw=True,
+        sampling__denoising=True,
         logging__batch_every=8,
     )
     argv.append("sampling.prompts=[a red picture,a blue one]")
@@ -143,19 +145,35 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
     steps = sorted(path.name for path in (run_dir / "samples").iterdir())
     assert steps == ["step_0", "step_3", "step_4", "step_6", "step_8"]
     at_start = sorted(str(p.relative_to(run_dir / "samples")) for p in (run_dir / "samples/step_0").rglob("*.png"))
-    drawn = ["previews/000.png", "previews/001.png", "previews_grid.png"]
-    drawn += ["previews_trained/000.png", "previews_trained/001.png", "previews_trained_grid.png"]
+    sets = ("previews", "previews_denoising", "previews_trained", "previews_trained_denoising")
+    drawn = sorted(f"{name}{file}" for name in sets for file in ("/000.png", "/001.png", "_grid.png"))
     assert at_start == [f"step_0/{name}" for name in drawn]
     step_8 = sorted(
         str(p.relative_to(run_dir / "samples" / "step_8")) for p in (run_dir / "samples/step_8").rglob("*.png")
     )
-    assert step_8 == ["batch.png", "eval/x1.png", "eval/x2.png", "eval/x3.png", "eval_grid.png", *drawn]
+    assert step_8 == [
+        "batch.png",
+        "batch_reconstructions.png",
+        "eval/x1.png",
+        "eval/x2.png",
+        "eval/x3.png",
+        "eval_grid.png",
+        *drawn,
+    ]
     average, raw = (
         (run_dir / f"samples/step_8/{name}_grid.png").read_bytes() for name in ("previews", "previews_trained")
     )
     assert average != raw  # but the weights before the first step are their own average
-    assert (run_dir / "samples/step_0" / drawn[2]).read_bytes() == (run_dir / "samples/step_0" / drawn[5]).read_bytes()
+    at_start_too = [(run_dir / "samples/step_0" / f"{name}_grid.png").read_bytes() for name in (sets[0], sets[2])]
+    assert at_start_too[0] == at_start_too[1]
+    row = Image.open(run_dir / "samples/step_8/previews_denoising/000.png")
+    assert row.size == (2 * 16, 16)
+    assert row.crop((0, 0, 16, 16)).tobytes() != row.crop((16, 0, 32, 16)).tobytes()
     assert Image.open(run_dir / "samples/step_8/batch.png").size == (8 * 16, 16)
+    compared = np.asarray(Image.open(run_dir / "samples/step_8/batch_reconstructions.png")).astype(int)
+    assert compared.shape == (2 * 16, 4 * 3 * 16, 3)
+    batch, parts = np.asarray(Image.open(run_dir / "samples/step_8/batch.png")), np.split(compared[:16, :48], 3, axis=1)
+    assert (parts[0] == batch[:16, :16]).all() and (parts[2] == abs(parts[1] - parts[0])).all()
     captions = (run_dir / "samples/step_8/batch.txt").read_text().splitlines()
     assert len(captions) == 8 and set(captions) <= {"a red picture", "a green picture", "a blue picture", ""}
     assert Image.open(run_dir / "samples/step_8/eval_grid.png").size == (48, 16)

@@ -15,7 +15,8 @@ from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model
 
 from sd_training.config.schema import EvaluationConfig
 from sd_training.errors import ConfigError
-from sd_training.evaluation.networks import load_clip, load_dinov2, load_inception, load_networks
+from sd_training.evaluation.networks import InceptionFeatures, load_clip, load_dinov2, load_inception, load_networks
+from sd_training.training import scaled_pixels
 from tests.makers import photograph
 from tests.tiny_parts import tiny_tokenizer
 
@@ -40,11 +41,15 @@ def test_inception_gives_the_features_of_torch_fidelity(tmp_path: Path) -> None:
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     weights = inception_weights(golden["layers"])
     save_file({**weights, "fc.weight": torch.zeros(2, 2)}, tmp_path / "inception.safetensors")
-    features = load_inception(str(tmp_path / "inception.safetensors"))([Image.fromarray(INPUT)])
+    network = load_inception(str(tmp_path / "inception.safetensors"))
+    features = network([Image.fromarray(INPUT)])
     assert features.shape == (1, 2048)
     found = {number: float(features[0, int(number)]) for number in golden["features"]}
     scale = max(map(abs, golden["features"].values()))
     assert found == pytest.approx(golden["features"], abs=2e-6 * scale)
+    pixels = scaled_pixels(torch.from_numpy(INPUT).permute(2, 0, 1)[None])
+    with torch.no_grad():
+        torch.testing.assert_close(InceptionFeatures(network.module)(pixels), features, rtol=0, atol=1e-5 * scale)
 
 
 def test_inception_needs_all_layers_and_opens_no_pickle(tmp_path: Path) -> None:

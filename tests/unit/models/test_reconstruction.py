@@ -17,6 +17,7 @@ from sd_training.config.schema import AdversarialConfig
 from sd_training.errors import ConfigError
 from sd_training.models.reconstruction import (
     PatchDiscriminator,
+    PooledFeatures,
     adaptive_weight,
     frechet_distance,
     hinge_loss,
@@ -65,7 +66,7 @@ def test_the_frechet_distance_is_that_of_its_formula(tmp_path: Path) -> None:
     """Against a matrix square root in float64, in two batches; of a picture's features as the network gives them."""
     perceptual = load_perceptual(makers.perceptual_folder(tmp_path / "perceptual"))
     sets = [pictures(40, 32), 0.5 * pictures(40, 32, seed=1)]
-    metric, moments = frechet_distance(perceptual), []
+    metric, moments = frechet_distance(PooledFeatures(perceptual)), []
     with torch.no_grad():
         for number, own in enumerate(sets):
             for batch in own.split(25):
