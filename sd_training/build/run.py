@@ -276,7 +276,7 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) ->
     own = (*parts, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
-        shown = {"at_start": True, "has_denoising": config.sampling.denoising}
+        shown: dict[str, Any] = {"at_start": True, "has_denoising": config.sampling.denoising}
         pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, **shown))
         if config.sampling.raw and ema is not None:
             raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, **shown)
