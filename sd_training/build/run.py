@@ -197,10 +197,10 @@ def _callbacks(
     encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
-        frechet, place = dict[str, FrechetInceptionDistance](), config.validation.inception
+        frechet = dict[str, FrechetInceptionDistance]()
         if trained.module.perceptual is not None:
             frechet[RFD] = frechet_distance(PooledFeatures(trained.module.perceptual))
-        if place is not None:
+        if trained.family is None and (place := config.validation.inception) is not None:
             frechet[RFID] = frechet_distance(InceptionFeatures(load_inception(place, "validation.inception").module))
         columns = column_names(trained.module.held_out, frechet)
         validation_rows = MetricRows(run_dir / "validation.csv", columns, run_lock)
