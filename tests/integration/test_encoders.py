@@ -22,7 +22,7 @@ from tests.integration.training import checkpoint_tensors, losses, options, trai
 
 FAULTS = int(os.environ.get("ENCODER_FAULTS", "1"))
 """How often each of them is made."""
-STEPS = 150 + 50 * FAULTS
+STEPS = 70 + 50 * FAULTS
 """Optimizer steps: four faults take some 40 of them."""
 LIMIT_S = 500
 
