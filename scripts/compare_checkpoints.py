@@ -156,17 +156,18 @@ def measure(plan: Plan, module: TrainedModule, weights: Weights, data: HeldOutDa
 
 
 def rows_of(losses: Vector, timesteps: Vector) -> list[dict[str, Any]]:
-    """A row per noise level, and one for the mean over them; null stands for an infinite number of images.
+    """A row per noise level, where there are several, and one for the mean over them; null stands for an infinite
+    number of images.
 
     Args:
         losses: [2, N, K] of A and B, N images, K levels.
         timesteps: [K], or [0] where there are no levels.
     """
-    if len(timesteps):
+    if has_levels := len(timesteps) > 1:
         losses = np.concatenate((losses, losses.mean(axis=2, keepdims=True)), axis=2)
     found, rows = compare(losses[1] - losses[0]), []
     for test, (loss_a, loss_b) in enumerate(losses.mean(axis=1).T.tolist()):
-        is_level, needed = test < len(timesteps), float(found.images_needed[test])
+        is_level, needed = has_levels and test < len(timesteps), float(found.images_needed[test])
         place = {"level": test, "timestep": float(timesteps[test])} if is_level else {"level": "all", "timestep": None}
         row: dict[str, Any] = place | {"loss_a": loss_a, "loss_b": loss_b}
         row |= {n: float(getattr(found, n)[test]) for n in ("difference", "low", "high", "p", "p_holm")}

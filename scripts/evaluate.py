@@ -13,11 +13,13 @@ pictures and features of real pictures are kept in its `evaluation/` and used ag
 import argparse
 import fcntl
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -66,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beside", type=int, metavar="PID", help="the parent, whose end is that of the run as well")
     parser.add_argument("--out", type=path_argument, help="folder of rows and pictures (default: that of the run)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps, cuda:1")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be drawn and measured")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be drawn")
     parser.add_argument("changes", nargs="*", metavar="a.b.c=value", help="options of the run, or config=FILE")
     args = parser.parse_intermixed_args(argv)
     if not args.target.is_dir():
@@ -76,6 +78,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ConfigError(f"{args.target}: is of no run; give --out FOLDER, and config=FILE for data and sampling")
     if args.watch and not args.is_run:
         raise ConfigError(f"--watch: {args.target} is the folder of no run")
+    if args.step is not None and (args.watch or not args.is_run):
+        raise ConfigError("--step: is of a run's kept pipelines, without --watch; remove it")
     args.out = args.out or args.target
     return args
 
@@ -86,7 +90,9 @@ def read_config(args: argparse.Namespace) -> Config:
     Raises:
         ConfigError: it cannot be used, or names no network.
     """
-    config = load_config([*([f"config={args.target / CONFIG}"] if args.is_run else []), *args.changes])
+    with TemporaryDirectory() as folder:  # the name of a run may have a comma, which separates configs
+        own = [f"config={shutil.copy(args.target / CONFIG, folder)}"] if args.is_run else []
+        config = load_config([*own, *args.changes])
     if config.model.train == "vae":
         raise ConfigError("model.train: an autoencoder draws nothing; see validation.csv for its reconstructions")
     if not load_networks(config.evaluation):
@@ -102,7 +108,8 @@ def real_pictures(config: Config) -> RealPictures:
     Raises:
         UserError: there are none.
     """
-    path = config.evaluation.path or config.validation.path
+    own = config.evaluation.path
+    path, option = (config.validation.path, "validation.path") if own is None else (own, "evaluation.path")
     if path is None:
         raise ConfigError("evaluation.path: there are no real pictures to compare with; name some, or validation.path")
     data = TrainingData(
@@ -114,7 +121,8 @@ def real_pictures(config: Config) -> RealPictures:
         captions_needed=config.evaluation.prompts is None,
         run_dir=None,
     )
-    return RealPictures(HeldOutData(data, ValidationConfig(path=path, num_samples=config.evaluation.num_real)))
+    held_out = ValidationConfig(path=path, num_samples=config.evaluation.num_real)
+    return RealPictures(HeldOutData(data, held_out, option))
 
 
 def read_prompts(config: Config) -> list[str]:
@@ -162,6 +170,14 @@ def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> 
                     writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
 
 
+def planned_steps(run_dir: Path) -> int:
+    """Optimizer steps of the run; -1: they are not known."""
+    plans = [start["batch_plan"] for start in read_starts(run_dir / RECORD) if "batch_plan" in start]
+    with suppress(TypeError):  # of another version
+        return BatchPlan(**plans[-1]).num_steps if plans else -1
+    return -1
+
+
 def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
     """Waits for optimizer steps that are exported and not evaluated; those that come meanwhile are passed over, but for
     the last one. One process at a time: another one, of an earlier start, ends when it has evaluated its last."""
@@ -172,8 +188,7 @@ def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
     with lock:
         while True:
             step = exported_step(args.target)
-            plans = [start["batch_plan"] for start in read_starts(args.target / RECORD) if "batch_plan" in start]
-            is_last = has_ended(args) or (bool(plans) and step >= BatchPlan(**plans[-1]).num_steps)
+            is_last = has_ended(args) or 0 <= planned_steps(args.target) <= step
             if step >= 0 and step not in done and (is_last or step % (every or 1) == 0):
                 done.add(step)
                 yield step
@@ -250,8 +265,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         for step in steps_to_evaluate(args, config.evaluation.every, rank, world):
             try:
-                of_run = weights_of_run(args.target, step, config.model)
-                for weights in of_run if args.is_run else [weights_of_pipeline(args.target)]:
+                # All at once: after rank 0 has measured, the run may have deleted what the others have found.
+                of_run = list(weights_of_run(args.target, step, config.model)) if args.is_run else []
+                for weights in of_run or [weights_of_pipeline(args.target)]:
                     drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
                     evaluate(drawn, args, device, rank, world)
             except UserError as error:

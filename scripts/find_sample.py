@@ -91,10 +91,13 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         UserError: the run has no record, or its model or data cannot be opened.
     """
     starts, stretches, before = read_starts(run_dir / RECORD), list[Stretch](), None
-    if not starts or not all(start.keys() >= {"batch_plan", "first_optimizer_step", FINGERPRINT} for start in starts):
+    try:
+        plans = [(BatchPlan(**start["batch_plan"]), start["first_optimizer_step"]) for start in starts]
+    except (KeyError, TypeError):  # of another version, or no run
+        plans = []
+    if not plans or not all(FINGERPRINT in start for start in starts):
         raise UserError(f"{run_dir / RECORD}: does not say how a run was started; give the folder of a run")
-    for number, start in enumerate(starts):
-        batch, first = BatchPlan(**start["batch_plan"]), start["first_optimizer_step"]
+    for number, (start, (batch, first)) in enumerate(zip(starts, plans, strict=True)):
         end = min([batch.num_steps, *(later["first_optimizer_step"] for later in starts[number + 1 :])])
         if end <= first:
             continue

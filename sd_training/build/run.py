@@ -273,18 +273,17 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) ->
     if trained.family is None:
         return []
     parts = (plan.run_dir, config, trained.family.pipeline, plan.precision)
-    own = (*parts, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
-        shown: dict[str, Any] = {"at_start": True, "has_denoising": config.sampling.denoising}
-        pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, **shown))
-        if config.sampling.raw and ema is not None:
-            raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, **shown)
-            pictures.append(raw)
+        sets = {"": ema, "_trained": None} if config.sampling.raw and ema is not None else {"": ema}
+        for suffix, weights in sets.items():
+            rows = f"previews_denoising{suffix}" if config.sampling.denoising else None
+            own = (*parts, weights, state, f"previews{suffix}", config.sampling.every, prompts)
+            pictures.append(Pictures(*own, at_start=True, denoising=rows))
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None:
         if captions := read_captions(Path(path))[:count]:
-            pictures.append(Pictures(*own, "eval", config.experiment.save_every, captions))
+            pictures.append(Pictures(*parts, ema, state, "eval", config.experiment.save_every, captions))
         else:
             log.warning(f"experiment.eval_caption_file: {path} has no caption to draw")
     return pictures

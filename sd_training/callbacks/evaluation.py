@@ -18,6 +18,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.errors import DataError
 from sd_training.evaluation.measure import ROWS, read_rows
 from sd_training.log import get_logger
 from sd_training.training import TrainedModule
@@ -86,7 +87,7 @@ class Evaluation(OptimizerStepCallback):
         self._logged |= found
 
     def _measurements(self) -> Iterator[Measurement]:
-        with suppress(OSError, ValueError):  # of a file system that fails; the next look finds them
+        with suppress(OSError, ValueError, DataError):  # the next look finds what can be read then
             for row in read_rows(self.run_dir / ROWS):
                 if row["value"]:
                     yield int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])

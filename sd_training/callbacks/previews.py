@@ -62,8 +62,8 @@ class Pictures(OptimizerStepCallback):
     """(file stem, caption) pairs."""
     at_start: bool = False
     """Draw also before the first step of a new run, with the untrained model."""
-    has_denoising: bool = False
-    """Keep rows of the denoising, in a folder of their own."""
+    denoising: str | None = None
+    """Folder and tag of rows of the denoising; None: there are none."""
 
     @property
     def state_key(self) -> str:
@@ -87,7 +87,7 @@ class Pictures(OptimizerStepCallback):
         if trainer.should_stop:
             return
         folder = self.run_dir / "samples" / f"step_{step}"
-        columns = {self.name: _GRID_COLUMNS} | ({f"{self.name}_denoising": 1} if self.has_denoising else {})
+        columns = {self.name: _GRID_COLUMNS} | ({self.denoising: 1} if self.denoising else {})
         with self.state.watched("validate"):
             with export_weights(module, self.ema):
                 drawn = dict(zip(columns, self._local_images(trainer), strict=False))
@@ -117,11 +117,11 @@ class Pictures(OptimizerStepCallback):
         if not numbers:
             return {}, {}
         device, last = trainer.strategy.root_device, sampling.num_inference_steps - 1
-        frames: dict[int, list[Image.Image]] = {i: [] for i in numbers}
+        frames: list[list[Image.Image]] = [[] for _ in numbers]
 
         def keep(start: int, images: list[Image.Image]) -> None:
-            for i, image in zip(numbers[start:], images, strict=False):
-                frames[i].append(image)
+            for own, image in zip(frames[start:], images, strict=False):
+                own.append(image)
 
         # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
         with torch.no_grad(), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
@@ -134,11 +134,11 @@ class Pictures(OptimizerStepCallback):
                 num_inference_steps=sampling.num_inference_steps,
                 guidance_scale=sampling.guidance_scale,
                 batch_size=sampling.batch_size,
-                on_step=keep if self.has_denoising else None,
+                on_step=keep if self.denoising else None,
                 steps={round(last * k / max(min(_DENOISING_STEPS - 1, last), 1)) for k in range(_DENOISING_STEPS)},
             )
             pictures = dict(zip(numbers, images, strict=True))  # drawn while they are taken
-        return pictures, {i: picture_grid(own, len(own)) for i, own in frames.items() if own}
+        return pictures, {i: picture_grid(own, len(own)) for i, own in zip(numbers, frames, strict=True) if own}
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int, columns: int) -> None:
         """Grid picture, loggers."""
@@ -195,12 +195,12 @@ class BatchPictures(OptimizerStepCallback):
         shown = pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
         grids = {"batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS)}
         if isinstance(module, DiffusionModule):
-            pixels, precision = pixels[:_RECONSTRUCTIONS], module.vae_precision
+            pixels, precision, at_once = pixels[:_RECONSTRUCTIONS], module.vae_precision, module.vae_batch or 1
             # Compiled modules run as they were written, as for drawing.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                mean, _ = module.family.moments(scaled_pixels(pixels), precision, module.vae_batch).chunk(2, dim=1)
+                mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once).chunk(2, dim=1)
                 with autocast(pixels.device, precision):
-                    decoded = module.family.vae.decode(mean).sample.float()
+                    decoded = torch.cat([module.family.vae.decode(p).sample.float() for p in mean.split(at_once)])
             reconstructions = ((decoded.clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
             pairs = torch.cat((pixels, reconstructions), dim=3).cpu()
             grids["batch_reconstructions"] = comparison_grid(pairs, _RECONSTRUCTIONS_PER_ROW)

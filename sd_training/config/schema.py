@@ -874,8 +874,8 @@ class EvaluationConfig(OptionGroup):
     """Beside the run, a process of its own evaluates the newest export whose optimizer step is a multiple of this, and
     the last one; 0: none."""
     device: Annotated[str, used_with("every")] = "cpu"
-    """Where that process computes: `cpu`, with the lowest priority, or GPUs that do not train, as CUDA_VISIBLE_DEVICES
-    takes them, such as `7`."""
+    """Where that process computes: `cpu`, with the lowest priority, or a GPU that does not train, as
+    CUDA_VISIBLE_DEVICES takes it, such as `7`."""
 
 
 _Range = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
@@ -900,9 +900,9 @@ class LoggingConfig(OptionGroup):
     """Norm of the gradient of each layer group at the logged steps, in `metrics.jsonl`, TensorBoard and W&B; not with
     DeepSpeed, which keeps the gradients."""
     batch_every: Count = 0
-    """Every so many optimizer steps, keep the first pictures of rank 0's micro-batch as the network gets them, cropped
-    and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in the loggers; of a frozen
-    autoencoder also its reconstructions, `batch_reconstructions.png`; 0: never."""
+    """Every so many optimizer steps, and at the last one, keep the first pictures of rank 0's micro-batch as the
+    network gets them, cropped and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in
+    the loggers; of a frozen autoencoder also its reconstructions, `batch_reconstructions.png`; 0: never."""
 
 
 class Config(OptionGroup):

@@ -66,11 +66,12 @@ class HeldOutData:
     Args:
         run: what is trained on.
         config: where the samples are, and how many.
+        option: that has named them, for messages.
     """
 
-    def __init__(self, run: "TrainingData", config: ValidationConfig) -> None:
+    def __init__(self, run: "TrainingData", config: ValidationConfig, option: str = "validation.path") -> None:
         assert config.path is not None, "without a path there is nothing to measure on"
-        self.run, self.config, self._warned = run, config, set[tuple[str, str]]()
+        self.run, self.config, self.option, self._warned = run, config, option, set[tuple[str, str]]()
         self.params = run.dataset.params.replace(path=config.path, crop="center", flip_prob=0.0)
         self.draws = replace(
             run.draws, seed=_HELD_OUT_SEED, dropout=NO_DROPOUT, has_input_noise=False, is_stratified=False
@@ -87,7 +88,7 @@ class HeldOutData:
         try:
             dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.run.captions_needed)
         except (ConfigError, DataError) as error:
-            raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
+            raise type(error)(str(error).replace("dataset.params.path", self.option)) from error
         return TrainingSamples([dataset], table, params, self.run.tokenizers, self.draws, global_batch=1)
 
     @cached_property
@@ -148,9 +149,9 @@ class HeldOutData:
                 self._warned.add((skipped.shard, skipped.key))
                 self.run.bad_samples.name(skipped)
                 shard, key, reason = (printable(part) for part in skipped[:3])
-                log.warning(f"validation.path: {shard} {key} cannot be used, another sample replaces it: {reason}")
+                log.warning(f"{self.option}: {shard} {key} cannot be used, another sample replaces it: {reason}")
         if result.error is not None:
-            raise type(result.error)(f"validation.path: {result.error}")
+            raise type(result.error)(f"{self.option}: {result.error}")
         assert result.batch is not None, "a result has a batch or an error"
         return result.batch
 

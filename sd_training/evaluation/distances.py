@@ -50,6 +50,8 @@ def fid_infinity(drawn: Tensor, real: Tensor) -> Estimate:
     Forsyth 2020, arXiv:1911.07023, section 3); the bias of a finite `real` stays."""
     count, generator = len(drawn), np.random.default_rng(_SEED)
     sizes = np.unique(np.linspace(max(count // 10, 2), count, _EXTRAPOLATION_SIZES).astype(int))
+    if len(sizes) < 3:
+        raise ValueError(f"{count} pictures are too few for a line; draw 4 or more")
     counts = np.zeros((len(sizes), count))
     for row, size in zip(counts, sizes, strict=True):
         row[generator.permutation(count)[:size]] = 1

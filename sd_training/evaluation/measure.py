@@ -165,24 +165,36 @@ def _real_features(name: str, network: FeatureNetwork, real: RealPictures, cache
         return load_file(path)["features"]
     except (OSError, SafetensorError, KeyError):  # none yet, or cut short
         features = _features(network, real.images(), len(real), f"{name}, real")
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     save_file({"features": features}, partial)
     os.replace(partial, path)
     return features
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Of an `evaluation.csv`; none where there is no file."""
+    """Of an `evaluation.csv`, whole rows; none where there is no file.
+
+    Raises:
+        DataError: it is another kind of file.
+    """
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as stream:
-        return [row for row in csv.DictReader(stream) if None not in row and None not in row.values()]
+        reader = csv.DictReader(stream)
+        try:
+            if not set(COLUMNS) <= set(reader.fieldnames or COLUMNS):
+                raise DataError(f"{path}: its first line must be {','.join(COLUMNS)}; move the file away")
+            rows = list(reader)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as CSV in UTF-8 ({error}); move the file away") from error
+    return [row for row in rows if None not in row and None not in row.values() and row["step"].isdecimal()]
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Adds rows in place of those of the same step, weights and metric; the file is replaced at once.
 
     Raises:
+        DataError: as `read_rows`.
         OSError: it cannot be written.
     """
     named = {tuple(row[key] for key in COLUMNS[:3]): row for row in (*read_rows(path), *rows)}

@@ -128,7 +128,8 @@ class DrawnSet:
         """All of them, also those that are still to be drawn."""
         config = self.config
         way = [self.weights.fingerprint(), list(self.prompts), config.dataset.params.resolution]
-        way += [config.model.mixed_precision, config.sampling.model_dump(exclude={"every", "prompts", "batch_size"})]
+        others = {"every", "prompts", "batch_size", "raw", "denoising"}  # which change no picture
+        way += [config.model.mixed_precision, config.sampling.model_dump(exclude=others)]
         digest = hashlib.sha256(json.dumps(way).encode()).hexdigest()[:8]
         folder = self.root / f"step_{self.weights.step}" / f"{self.weights.name}-{digest}"
         return [folder / f"{i:06d}.png" for i in range(len(self.prompts))]
@@ -161,7 +162,7 @@ class DrawnSet:
             try:
                 files[0].parent.mkdir(parents=True, exist_ok=True)
                 for i, image in zip(numbers, shown, strict=True):
-                    partial = files[i].with_suffix(".partial")
+                    partial = files[i].with_suffix(f".{os.getpid()}.partial")
                     image.save(partial, format="PNG")
                     os.replace(partial, files[i])
             except torch.OutOfMemoryError:

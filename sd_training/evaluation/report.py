@@ -408,7 +408,7 @@ def _pictures(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
                 whole = path.stem.removesuffix("_grid")
                 name, _, weights = whole.rpartition("_")
                 if weights not in _WEIGHTS:
-                    is_average = run.config.get("model.use_ema") and whole in ("previews", "eval")
+                    is_average = run.config.get("model.use_ema") and whole in ("previews", "previews_denoising", "eval")
                     name, weights = whole, "average" if is_average else ""
                 found.setdefault(name, {}).setdefault((run.number, weights), {})[int(step)] = path
     count = sum(map(len, found.values()))

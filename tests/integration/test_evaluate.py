@@ -118,6 +118,10 @@ def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path
         evaluate.main([*words, "evaluation.clip=x"])
     with pytest.raises(ConfigError, match=r"--watch: .* is the folder of no run"):
         evaluate.main([*words, "--watch"])
+    with pytest.raises(ConfigError, match=r"--step: is of a run's kept pipelines"):
+        evaluate.main([*words, "--step", "2"])
+    with pytest.raises(ConfigError, match=r"evaluation\.path: .*nowhere"):
+        evaluate.main([*words, "evaluation.clip=x", f"evaluation.path={tmp_path / 'nowhere'}"])
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(DataError, match=r"evaluation\.prompts: .*blank.txt has no prompts"):
         evaluate.main([*words, "evaluation.clip=x", f"evaluation.prompts={tmp_path / 'blank.txt'}"])
@@ -152,7 +156,7 @@ def test_kill_9_of_either_harms_the_other_not(
     as it should."""
     run_dir = tmp_path / "run"
     changes = {"experiment__num_examples_to_see": 8 * 100_000, "experiment__save_every": 10, "model__use_ema": False}
-    changes |= {"evaluation__path": shards_dir, "evaluation__dinov2": dinov2, "evaluation__num_images": 2}
+    changes |= {"evaluation__path": shards_dir, "evaluation__dinov2": dinov2, "evaluation__num_images": 4}
     changes |= {"sampling__num_inference_steps": 1, "sampling__guidance_scale": 1, "evaluation__every": 10}
     command = [sys.executable, "-m", "train", *options(run_dir, pipeline_dir, shards_dir, **changes)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:

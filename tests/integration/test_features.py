@@ -145,7 +145,7 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
     steps = sorted(path.name for path in (run_dir / "samples").iterdir())
     assert steps == ["step_0", "step_3", "step_4", "step_6", "step_8"]
     at_start = sorted(str(p.relative_to(run_dir / "samples")) for p in (run_dir / "samples/step_0").rglob("*.png"))
-    sets = ("previews", "previews_denoising", "previews_trained", "previews_trained_denoising")
+    sets = ("previews", "previews_denoising", "previews_trained", "previews_denoising_trained")
     drawn = sorted(f"{name}{file}" for name in sets for file in ("/000.png", "/001.png", "_grid.png"))
     assert at_start == [f"step_0/{name}" for name in drawn]
     step_8 = sorted(

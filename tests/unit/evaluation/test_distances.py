@@ -146,6 +146,8 @@ def test_extrapolation_removes_the_bias_of_few_pictures() -> None:
     drawn, real = torch.randn(2000, 20, generator=generator), torch.randn(40_000, 20, generator=generator)
     assert fid(drawn, real).value > 0.04
     assert abs(fid_infinity(drawn, real).value) < 0.02
+    with pytest.raises(ValueError, match="3 pictures are too few for a line"):
+        fid_infinity(drawn[:3], real)
 
 
 def test_intervals_are_as_wide_as_sets_differ() -> None:

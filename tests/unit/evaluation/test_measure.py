@@ -13,7 +13,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.datamodule import HeldOutData, TrainingData
 from sd_training.data.samples.sample import DrawSettings
-from sd_training.errors import ConfigError
+from sd_training.errors import ConfigError, DataError
 from sd_training.evaluation import distances
 from sd_training.evaluation.measure import COLUMNS, RealPictures, Row, measure, read_rows, write_rows
 from sd_training.evaluation.networks import FeatureNetwork, _resized
@@ -122,3 +122,15 @@ def test_rows_replace_those_of_the_same_metric(tmp_path: Path) -> None:
     rows = [[row[key] for key in COLUMNS[:4]] for row in read_rows(path)]
     assert rows == [["4", "average", "fid", "1"], ["2", "average", "fid", "3.5"], ["4", "trained", "fid", "7"]]
     assert path.read_text().splitlines()[0] == "step,weights,metric,value,low,high,images,reason"
+
+
+@pytest.mark.parametrize("content", [b"step;weights;metric;value\n2;average;fid;1\n", b"\xff\xfe\x00"])
+def test_another_kind_of_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "evaluation.csv").write_bytes(content)
+    with pytest.raises(DataError, match=r"evaluation\.csv: .*move the file away"):
+        read_rows(tmp_path / "evaluation.csv")
+
+
+def test_a_row_that_is_cut_short_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.csv").write_text(f"{','.join(COLUMNS)}\n2,average,fid,1,0,2,4,\n4,average,fi")
+    assert [row["step"] for row in read_rows(tmp_path / "evaluation.csv")] == ["2"]
