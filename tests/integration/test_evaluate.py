@@ -120,7 +120,7 @@ def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path
         evaluate.main([*words, "--watch"])
     with pytest.raises(ConfigError, match=r"--step: is of a run's kept pipelines"):
         evaluate.main([*words, "--step", "2"])
-    with pytest.raises(ConfigError, match=r"evaluation\.path: .*nowhere"):
+    with pytest.raises(DataError, match=r"evaluation\.path: .*nowhere"):
         evaluate.main([*words, "evaluation.clip=x", f"evaluation.path={tmp_path / 'nowhere'}"])
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(DataError, match=r"evaluation\.prompts: .*blank.txt has no prompts"):
