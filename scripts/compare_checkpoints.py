@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +29,7 @@ set_passive_wait()
 import numpy as np
 import torch
 
-from scripts.replay_step import ON_ONE_DEVICE
+from scripts.replay_step import ON_ONE_DEVICE, load_stored
 from sd_training.build.data import make_data
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan, make_plan
@@ -42,7 +41,6 @@ from sd_training.checkpoint.save import OPTIMIZER, WEIGHTS, StoredCheckpoint, lo
 from sd_training.cli import run_cli
 from sd_training.config.changes import CONFIG, changed_options
 from sd_training.config.fields import is_below
-from sd_training.config.load import load_config
 from sd_training.config.value_types import path_argument
 from sd_training.data.datamodule import HeldOutData
 from sd_training.errors import ConfigError, UserError
@@ -107,10 +105,7 @@ def plan_of(weights: Weights, words: Sequence[str]) -> Plan:
     Raises:
         ConfigError: they cannot be used, or name no held-out data.
     """
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / CONFIG
-        path.write_text(weights.options, encoding="utf-8")
-        plan = make_plan(load_config([f"config={path}", *words, *ON_ONE_DEVICE]))
+    plan = make_plan(load_stored(weights.options, [*words, *ON_ONE_DEVICE]))
     if plan.config.validation.path is None:
         raise ConfigError("validation.path: the run of A has no held-out data; give some, as validation.path=…")
     return plan

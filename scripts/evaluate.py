@@ -13,13 +13,12 @@ pictures and features of real pictures are kept in its `evaluation/` and used ag
 import argparse
 import fcntl
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from scripts.generate_examples import choose_device, launched_group
 from sd_training.build.data import ANY_GRID
 from sd_training.cli import print_error, run_cli
-from sd_training.config.changes import CONFIG, RECORD, read_starts
+from sd_training.config.changes import CONFIG, RECORD, batch_plan_of, read_starts
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config, ValidationConfig
@@ -49,6 +48,7 @@ from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeli
 from sd_training.export.draw import read_rows as read_captions
 from sd_training.export.pipeline import exported_step
 
+Real = Callable[[], RealPictures]
 _BATCH = 32
 """Real pictures read at once."""
 _POLL_S = 5.0
@@ -90,9 +90,7 @@ def read_config(args: argparse.Namespace) -> Config:
     Raises:
         ConfigError: it cannot be used, or names no network.
     """
-    with TemporaryDirectory() as folder:  # the name of a run may have a comma, which separates configs
-        own = [f"config={shutil.copy(args.target / CONFIG, folder)}"] if args.is_run else []
-        config = load_config([*own, *args.changes])
+    config = load_config([*([f"config={args.target / CONFIG}"] if args.is_run else []), *args.changes])
     if config.model.train == "vae":
         raise ConfigError("model.train: an autoencoder draws nothing; see validation.csv for its reconstructions")
     if not load_networks(config.evaluation):
@@ -125,7 +123,7 @@ def real_pictures(config: Config) -> RealPictures:
     return RealPictures(HeldOutData(data, held_out, option))
 
 
-def read_prompts(config: Config) -> list[str]:
+def read_prompts(config: Config, real: Real) -> list[str]:
     """One per picture.
 
     Raises:
@@ -133,7 +131,7 @@ def read_prompts(config: Config) -> list[str]:
     """
     count, name = config.evaluation.num_images, config.evaluation.prompts
     if name is None:
-        prompts = real_pictures(config).captions(count)
+        prompts = real().captions(count)
     elif name.endswith(".csv"):
         prompts = [row["caption"] for row in read_captions(Path(name), needs_uid=False).values()]
     else:
@@ -172,10 +170,9 @@ def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> 
 
 def planned_steps(run_dir: Path) -> int:
     """Optimizer steps of the run; -1: they are not known."""
-    plans = [start["batch_plan"] for start in read_starts(run_dir / RECORD) if "batch_plan" in start]
-    with suppress(TypeError):  # of another version
-        return BatchPlan(**plans[-1]).num_steps if plans else -1
-    return -1
+    starts = read_starts(run_dir / RECORD)
+    plan = batch_plan_of(starts[-1]) if starts else None
+    return -1 if plan is None else plan.num_steps
 
 
 def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
@@ -213,14 +210,16 @@ def steps_to_evaluate(args: argparse.Namespace, every: int, rank: int, world: in
         yield int(step)
 
 
-def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
+def evaluate(
+    drawn: DrawnSet, real: Real, args: argparse.Namespace, device: torch.device, rank: int, world: int
+) -> None:
     """Collective: all draw, the first one measures.
 
     Raises:
         UserError: on every process, when some cannot draw.
     """
     failure: UserError | None = None
-    config, weights = drawn.config, drawn.weights
+    weights = drawn.weights
     try:
         missing = sum(not path.is_file() for path in drawn.files)
         if rank == 0:
@@ -240,8 +239,8 @@ def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, ra
     if failure is not None:
         raise failure
     if rank == 0:
-        networks = load_networks(config.evaluation)
-        rows = measure(networks, drawn.files, drawn.prompts, lambda: real_pictures(config), drawn.root, device)
+        networks = load_networks(drawn.config.evaluation)
+        rows = measure(networks, drawn.files, drawn.prompts, real, drawn.root, device)
         try:
             publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
         except OSError as error:
@@ -255,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     args = parse_arguments(argv)
     config = read_config(args)
-    prompts, device = read_prompts(config), torch.device(choose_device(args.device))
+    real = cache(partial(real_pictures, config))  # opened once, and only where they are needed
+    prompts, device = read_prompts(config, real), torch.device(choose_device(args.device))
     try:
         (args.out / "evaluation").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 of_run = list(weights_of_run(args.target, step, config.model)) if args.is_run else []
                 for weights in of_run or [weights_of_pipeline(args.target)]:
                     drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
-                    evaluate(drawn, args, device, rank, world)
+                    evaluate(drawn, real, args, device, rank, world)
             except UserError as error:
                 if not args.watch:
                     raise

@@ -35,8 +35,8 @@ from sd_training.build.data import make_data
 from sd_training.build.dry_run import meta_networks
 from sd_training.checkpoint.folder import last_saved_step
 from sd_training.cli import run_cli
-from sd_training.config.changes import RECORD, read_starts
-from sd_training.config.plan import BatchPlan, counted
+from sd_training.config.changes import RECORD, batch_plan_of, read_starts
+from sd_training.config.plan import counted
 from sd_training.config.value_types import output_path, path_argument
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.loader import BAD_SAMPLES_FILE, read_bad_samples
@@ -91,13 +91,12 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         UserError: the run has no record, or its model or data cannot be opened.
     """
     starts, stretches, before = read_starts(run_dir / RECORD), list[Stretch](), None
-    try:
-        plans = [(BatchPlan(**start["batch_plan"]), start["first_optimizer_step"]) for start in starts]
-    except (KeyError, TypeError):  # of another version, or no run
-        plans = []
-    if not plans or not all(FINGERPRINT in start for start in starts):
+    plans = [own for start in starts if (own := batch_plan_of(start)) is not None]
+    is_whole = all(start.keys() >= {"first_optimizer_step", FINGERPRINT} for start in starts)
+    if not starts or len(plans) < len(starts) or not is_whole:
         raise UserError(f"{run_dir / RECORD}: does not say how a run was started; give the folder of a run")
-    for number, (start, (batch, first)) in enumerate(zip(starts, plans, strict=True)):
+    for number, (start, batch) in enumerate(zip(starts, plans, strict=True)):
+        first = start["first_optimizer_step"]
         end = min([batch.num_steps, *(later["first_optimizer_step"] for later in starts[number + 1 :])])
         if end <= first:
             continue

@@ -44,6 +44,7 @@ from sd_training.cli import run_cli
 from sd_training.config.changes import CONFIG, RECORD, read_starts
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
+from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.sources.base import printable
 from sd_training.errors import DataError, UserError
@@ -135,14 +136,22 @@ def plan_of_start(
     if not config.is_file():
         raise UserError(f"{config}: is missing; its folder must be that of a run")
     begun = [start["config"] for start in starts if "config" in start]
-    with TemporaryDirectory() as folder:
-        if begun and isinstance(begun[-1], list):
-            config = Path(folder) / CONFIG
-            config.write_text("\n".join(begun[-1]), encoding="utf-8")
-        elif begun and (run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
+    words = [*changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
+    if begun and isinstance(begun[-1], list):
+        loaded = load_stored("\n".join(begun[-1]), words)
+    else:
+        if begun and (run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
             config = run_dir / begun[-1]
-        loaded = load_config([f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"])
+        loaded = load_config([f"config={config}", *words])
     return replace(make_plan(loaded), batch=batch, run_dir=run_dir)
+
+
+def load_stored(text: str, words: Sequence[str]) -> Config:
+    """A configuration that a run or a checkpoint holds as text, with changes."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / CONFIG
+        path.write_text(text, encoding="utf-8")
+        return load_config([f"config={path}", *words])
 
 
 def checkpoint_before(incident: Incident) -> Path | None:

@@ -120,6 +120,11 @@ def scaled_pixels(pixels: Tensor) -> Tensor:
     return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1.0)
 
 
+def byte_pixels(pixels: Tensor) -> Tensor:
+    """uint8 pictures of [B, 3, H, W] in [-1, 1], what lies outside is cut: the inverse of `scaled_pixels`."""
+    return ((pixels.clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
+
+
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The error of a checkpoint that was trained with other options; empty where none has changed."""
     changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
@@ -524,7 +529,7 @@ class AutoencoderModule(TrainedModule):
             values = [losses, psnr, ssim]
             if self.perceptual is not None:
                 values.append(self.perceptual(shown, pixels))
-        pairs = ((torch.cat((pixels, shown), dim=3) + 1.0) * 127.5).round().byte()
+        pairs = byte_pixels(torch.cat((pixels, shown), dim=3))
         return torch.stack([value.expand(len(quantiles), -1) for value in values]), pairs
 
     def _reconstruct(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

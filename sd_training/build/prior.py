@@ -21,7 +21,7 @@ from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.sources.files import IMAGE_SUFFIXES
 from sd_training.errors import ConfigError, OutageError
-from sd_training.export.draw import draw_images
+from sd_training.export.draw import draw_images, drawing_options
 from sd_training.log import get_logger, global_rank, is_main_process
 from sd_training.models.family import autocast
 from sd_training.parallel.launch import use_own_device
@@ -114,11 +114,7 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
             pipeline,
             captions,
             [config.sampling.seed + number for number in numbers],
-            height=config.dataset.params.resolution,
-            width=config.dataset.params.resolution,
-            num_inference_steps=config.sampling.num_inference_steps,
-            guidance_scale=config.sampling.guidance_scale,
-            batch_size=config.sampling.batch_size,
+            **drawing_options(config),
         )
         drawn = zip(names, captions, images, strict=True)
         for name, caption, image in tqdm(drawn, "class images", len(names), disable=not is_main_process()):

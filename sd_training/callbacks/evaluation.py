@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,8 @@ class Evaluation(OptimizerStepCallback):
     log_every: int
     """Optimizer steps between looks at what has been measured."""
     _logged: set[Measurement] = field(default_factory=set, init=False)
+    _read_at_ns: int = field(default=0, init=False)
+    """When `evaluation.csv` was written, as it was last read."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank 0, once the run folder has its configuration. A run that is resumed starts another process, which waits
@@ -80,14 +81,19 @@ class Evaluation(OptimizerStepCallback):
         """Rank 0: what this start has not logged yet, each value under the step that was measured."""
         if not trainer.is_global_zero or not self.is_due(trainer, step, self.log_every):
             return
-        found = set(self._measurements()) - self._logged
+        try:
+            if (written_ns := (self.run_dir / ROWS).stat().st_mtime_ns) == self._read_at_ns:
+                return
+            found = set(self._measurements()) - self._logged
+        except (OSError, ValueError, DataError):  # the next look finds what can be read then
+            return
+        self._read_at_ns = written_ns
         for number, name, value in sorted(found):
             for logger in trainer.loggers:
                 logger.log_metrics({name: value}, number)
         self._logged |= found
 
     def _measurements(self) -> Iterator[Measurement]:
-        with suppress(OSError, ValueError, DataError):  # the next look finds what can be read then
-            for row in read_rows(self.run_dir / ROWS):
-                if row["value"]:
-                    yield int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])
+        for row in read_rows(self.run_dir / ROWS):
+            if row["value"]:
+                yield int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])

@@ -20,11 +20,11 @@ from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import Config
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.export.draw import comparison_grid, draw_images, picture_grid
+from sd_training.export.draw import comparison_grid, draw_images, drawing_options, picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training import DiffusionModule, TrainedModule, scaled_pixels
+from sd_training.training import DiffusionModule, TrainedModule, byte_pixels, scaled_pixels
 from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
@@ -129,11 +129,7 @@ class Pictures(OptimizerStepCallback):
                 self.pipeline(),
                 [self.prompts[i][1] for i in numbers],
                 [sampling.seed + i for i in numbers],
-                height=self.config.dataset.params.resolution,
-                width=self.config.dataset.params.resolution,
-                num_inference_steps=sampling.num_inference_steps,
-                guidance_scale=sampling.guidance_scale,
-                batch_size=sampling.batch_size,
+                **drawing_options(self.config),
                 on_step=keep if self.denoising else None,
                 steps={round(last * k / max(min(_DENOISING_STEPS - 1, last), 1)) for k in range(_DENOISING_STEPS)},
             )
@@ -201,8 +197,7 @@ class BatchPictures(OptimizerStepCallback):
                 mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once).chunk(2, dim=1)
                 with autocast(pixels.device, precision):
                     decoded = torch.cat([module.family.vae.decode(p).sample.float() for p in mean.split(at_once)])
-            reconstructions = ((decoded.clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
-            pairs = torch.cat((pixels, reconstructions), dim=3).cpu()
+            pairs = torch.cat((pixels, byte_pixels(decoded)), dim=3).cpu()
             grids["batch_reconstructions"] = comparison_grid(pairs, _RECONSTRUCTIONS_PER_ROW)
         return grids
 

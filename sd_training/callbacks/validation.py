@@ -133,7 +133,7 @@ class Validation(OptimizerStepCallback):
                     return measured
                 self._draw_pairs(trainer, step, weights)
                 found, count = _statistics(module.held_out, measured)
-                times = {name: found.pop(name) for name in (_TIMESTEP,) if name in found}
+                times = found.pop(_TIMESTEP, np.empty(0))
                 means = {name: float(own[-1]) for name, own in found.items()}
                 if count > 1:
                     means |= {name: float(distance.compute()) for name, distance in self.frechet.items()}
@@ -141,9 +141,9 @@ class Validation(OptimizerStepCallback):
                 row = {"optimizer_step": str(step), "weights": weights, "samples": str(count)}
                 rows.append(row | {"quantile": ALL} | {name: f"{mean:.9g}" for name, mean in means.items()})
                 measures |= {f"validation_{name}_{weights}": mean for name, mean in means.items()}
-                for level, quantile in enumerate(self.quantiles) if times else ():
-                    own = {name: f"{values[level]:.9g}" for name, values in {**times, **found}.items()}
-                    rows.append(row | {"quantile": str(quantile)} | own)
+                for level, (quantile, time_) in enumerate(zip(self.quantiles, times, strict=False)):
+                    own = {name: f"{values[level]:.9g}" for name, values in found.items()}
+                    rows.append(row | {"quantile": str(quantile), _TIMESTEP: f"{time_:.9g}"} | own)
                     measures |= {f"validation_{n}_{weights}/level_{level}": float(v[level]) for n, v in found.items()}
         self.preemption.exclude_from_step(time.monotonic() - began_s)
         self.preemption.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])

@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from sd_training.config.fields import OLD_WORDS, RETIRED, is_below, option_of, options, place_of, shown, value_of
+from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
+from sd_training.errors import ConfigError
 from sd_training.log import note_secret, redacted_values
 
 CONFIG = "config.yaml"
@@ -118,6 +120,15 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def batch_plan_of(start: Mapping[str, Any]) -> BatchPlan | None:
+    """The batch arithmetic of a start; None where it has none that this version can use."""
+    try:
+        plan = BatchPlan(**start["batch_plan"])
+        return plan if plan.num_steps else None
+    except (KeyError, TypeError, ZeroDivisionError, ConfigError):
+        return None
 
 
 def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: Path) -> list[str]:

@@ -4,6 +4,7 @@ A file may come from somebody else: it is YAML without objects, of bounded size;
 that is filled in; and it cannot permit shell commands.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -90,6 +91,11 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
     return config
 
 
+def _file_names(text: str) -> list[str]:
+    """Files with a comma between them, or a single one whose path has a comma itself."""
+    return [text] if os.path.isfile(text) else [name.strip() for name in text.split(",")]
+
+
 def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictConfig:
     """Files and overrides laid over the schema's defaults.
 
@@ -104,7 +110,7 @@ def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictCo
         holder[name] = "???" if option.required else option.default
     tree = OmegaConf.create(defaults)
     unreadable = []
-    for name in (name.strip() for item in argv if item.startswith("config=") for name in item[7:].split(",")):
+    for name in (name for item in argv if item.startswith("config=") for name in _file_names(item[7:])):
         try:
             values, lines = _read_file(name)
         except ConfigError as error:

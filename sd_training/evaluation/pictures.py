@@ -17,7 +17,7 @@ from sd_training.checkpoint.folder import MANIFEST_NAME, folder_name
 from sd_training.checkpoint.save import WEIGHTS, open_checkpoint
 from sd_training.config.schema import Config, ModelConfig
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.draw import draw_images
+from sd_training.export.draw import draw_images, drawing_options
 from sd_training.export.pipeline import CURRENT, KEPT, exported_step, load_pipeline
 from sd_training.models.family import autocast
 
@@ -140,7 +140,7 @@ class DrawnSet:
         Raises:
             UserError: as `Weights.load`; they cannot be written; the device has too little memory.
         """
-        files, sampling, side = self.files, self.config.sampling, self.config.dataset.params.resolution
+        files, sampling = self.files, self.config.sampling
         numbers = [i for i in range(rank, len(files), world) if not files[i].is_file()]
         if not numbers:
             return
@@ -151,11 +151,7 @@ class DrawnSet:
                 pipeline,
                 [self.prompts[i] for i in numbers],
                 [sampling.seed + i for i in numbers],
-                height=side,
-                width=side,
-                num_inference_steps=sampling.num_inference_steps,
-                guidance_scale=sampling.guidance_scale,
-                batch_size=sampling.batch_size,
+                **drawing_options(self.config),
             )
             title = f"step {self.weights.step}, {self.weights.name} weights"
             shown = tqdm(images, title, len(numbers), unit="images", disable=rank > 0)

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sd_training.checkpoint.folder import replace_text
-from sd_training.config.changes import CONFIG, RECORD, differences, read_starts
+from sd_training.config.changes import CONFIG, RECORD, batch_plan_of, differences, read_starts
 from sd_training.config.fields import options, place_of
-from sd_training.config.plan import BatchPlan, counted
+from sd_training.config.plan import counted
 from sd_training.errors import ConfigError
 
 PAGE = "report.html"
@@ -156,8 +156,7 @@ class Run:
     def facts(self) -> dict[str, str]:
         """The summary."""
         start, length, done = self.start, "", f"{self.steps.max(initial=0):,} optimizer steps are logged"
-        with suppress(TypeError, ConfigError, ZeroDivisionError):
-            plan = BatchPlan(**_mapping(start.get("batch_plan")))
+        if (plan := batch_plan_of(start)) is not None:
             length, steps = plan.sentence(), int(self.steps.max(initial=0))
             done = f"{steps:,} of {plan.num_steps:,} optimizer steps, {counted(steps * plan.global_batch, 'image')}"
         losses, speeds = (own[np.isfinite(own)] for own in (self.column("loss"), self.column("images_per_s")))

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
+from sd_training.config.schema import Config
 from sd_training.data.samples.image import decode, image_size
 from sd_training.errors import BadSample, DataError
 
@@ -120,6 +121,13 @@ def draw_images(
                 images = pipeline(**call, callback_on_step_end=show).images
             yield from images
         start = end
+
+
+def drawing_options(config: Config) -> dict[str, Any]:
+    """Arguments of `draw_images` that the configuration of a run chooses; the first seed is `sampling.seed`."""
+    sampling, side = config.sampling, config.dataset.params.resolution
+    chosen = {name: getattr(sampling, name) for name in ("num_inference_steps", "guidance_scale", "batch_size")}
+    return {"height": side, "width": side, **chosen}
 
 
 @contextmanager

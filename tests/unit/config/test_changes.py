@@ -1,13 +1,22 @@
 """The resolved configuration as text, and what a start changes against the one that left it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from sd_training.config.changes import EXPORTED, changed_options, refused_changes, resolved_yaml, to_plain
+from sd_training.config.changes import (
+    EXPORTED,
+    batch_plan_of,
+    changed_options,
+    refused_changes,
+    resolved_yaml,
+    to_plain,
+)
 from sd_training.config.fields import groups, options
 from sd_training.config.load import load_config
+from sd_training.config.plan import BatchPlan
 from tests.unit.config.loading import BASE, only
 
 MIX = "dataset.mix=[{{params: {{path: b.tar}}, weight: {weight}}}]"
@@ -31,6 +40,22 @@ def test_both_values_of_each_changed_option() -> None:
         "optimizer.params.weight_decay: 0.1 -> 0.01",
     ]
     assert changes(now, now) == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        {},
+        {"batch_plan": None},
+        {"batch_plan": {"micro_batch": 2}},
+        {"batch_plan": vars(BatchPlan(2, 1, 1, 8)) | {"of_another_version": 1}},
+        {"batch_plan": vars(BatchPlan(0, 1, 1, 8))},
+        {"batch_plan": vars(BatchPlan(16, 1, 1, 8))},
+    ],
+)
+def test_the_batch_arithmetic_of_another_version_is_none(start: dict[str, Any]) -> None:
+    assert batch_plan_of(start) is None
+    assert batch_plan_of({"batch_plan": vars(BatchPlan(2, 1, 1, 8))}) == BatchPlan(2, 1, 1, 8)
 
 
 def test_an_option_that_is_gone_is_named() -> None:

@@ -45,6 +45,13 @@ def test_filters_with_comments_only_are_none(tmp_path: Path) -> None:
     assert load_config([f"config={file}", *BASE]).dataset.params.filters is None
 
 
+def test_a_file_may_have_a_comma_in_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a, b").mkdir()
+    file = write(tmp_path / "a, b" / "c.yaml", "system:\n  workers: 3\n")
+    assert load_config([f"config={file}", *BASE]).system.workers == 3
+    assert "cannot read this file" in problems(f"config={'x' * 5000}")[0]
+
+
 def test_a_filter_eaten_by_the_shell_says_so() -> None:
     assert "quote it" in only(*BASE, "dataset.params.filters.original_width=")
 
