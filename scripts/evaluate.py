@@ -175,19 +175,31 @@ def planned_steps(run_dir: Path) -> int:
     return -1 if plan is None else plan.num_steps
 
 
-def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
+def newest_exports(args: argparse.Namespace, config: Config) -> Iterator[int]:
     """Waits for optimizer steps that are exported and not evaluated; those that come meanwhile are passed over, but for
-    the last one. One process at a time: another one, of an earlier start, ends when it has evaluated its last."""
-    lock = (args.out / "evaluation" / "watch.lock").open("w")
+    the last one. One process at a time: another one, of an earlier start, ends when it has evaluated its last.
+
+    Raises:
+        UserError: the lock or `evaluation.csv` cannot be used.
+    """
+    path, every = args.out / "evaluation" / "watch.lock", config.evaluation.every
+    try:
+        lock = path.open("w")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be opened ({error.strerror}); remove it, or give --out FOLDER") from error
     with suppress(OSError):  # some file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)
-    done = {int(row["step"]) for row in read_rows(args.out / ROWS)}
+    measured, done = {(int(row["step"]), row["weights"]) for row in read_rows(args.out / ROWS)}, set[int]()
     with lock:
         while True:
             step = exported_step(args.target)
             is_last = has_ended(args) or 0 <= planned_steps(args.target) <= step
             if step >= 0 and step not in done and (is_last or step % (every or 1) == 0):
                 done.add(step)
+                with suppress(UserError):  # `main` finds it again, and says so
+                    wanted = {(step, weights.name) for weights in weights_of_run(args.target, step, config.model)}
+                    if wanted <= measured:
+                        continue
                 yield step
             elif is_last:
                 return
@@ -195,12 +207,12 @@ def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
                 time.sleep(_POLL_S)
 
 
-def steps_to_evaluate(args: argparse.Namespace, every: int, rank: int, world: int) -> Iterator[int | None]:
+def steps_to_evaluate(args: argparse.Namespace, config: Config, rank: int, world: int) -> Iterator[int | None]:
     """Collective: the one that is asked for, or those of `--watch`, which the first process finds."""
     if not args.watch:
         yield args.step
         return
-    found = newest_exports(args, every) if rank == 0 else iter(())
+    found = newest_exports(args, config) if rank == 0 else iter(())
     while True:
         step = torch.tensor(next(found, -1))
         if world > 1:
@@ -263,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with launched_group() as (rank, world):
         if device.type == "cpu":
             prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        for step in steps_to_evaluate(args, config.evaluation.every, rank, world):
+        for step in steps_to_evaluate(args, config, rank, world):
             try:
                 # All at once: after rank 0 has measured, the run may have deleted what the others have found.
                 of_run = list(weights_of_run(args.target, step, config.model)) if args.is_run else []

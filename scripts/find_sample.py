@@ -53,6 +53,8 @@ FINGERPRINT = "data_fingerprint"
 LISTED = 10
 """Samples of an ambiguous key that are named."""
 SHEET_COLUMNS = 8
+THUMBNAIL = 256
+"""Longer side of a picture of the sheet [pixels]; smaller ones are not enlarged."""
 
 
 class Stretch(NamedTuple):
@@ -229,7 +231,7 @@ def table(visits: Sequence[Visit], done: int) -> list[str]:
 
 
 def write_sheet(path: Path, visits: Sequence[Visit]) -> None:
-    """The pictures as they are trained on, row by row in the order of the table.
+    """Thumbnails of the pictures as they are trained on, row by row in the order of the table.
 
     Raises:
         UserError: the file cannot be written, or a picture cannot be read.
@@ -240,6 +242,7 @@ def write_sheet(path: Path, visits: Sequence[Visit]) -> None:
             reader, limit = data.datasets[request.dataset].reader, data.dataset.params.max_image_pixels
             pixels = reader.picture(request.sample, data.samples().crop(request)[0], limit).pixels
             pictures.append(Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))))
+            pictures[-1].thumbnail((THUMBNAIL, THUMBNAIL))
         picture_grid(pictures, SHEET_COLUMNS).save(path)
     except (OSError, ValueError, BadSample) as error:
         raise UserError(f"--sheet: {path} cannot be written: {error}") from error
@@ -251,7 +254,12 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("words", nargs="*", metavar="KEY or a.b.c=value", help="a sample; options of the run")
     parser.add_argument("--step", type=int, metavar="N", help="list the samples of this optimizer step, from 1")
-    parser.add_argument("--sheet", type=path_argument, metavar="FILE", help="write the pictures as they are trained on")
+    parser.add_argument(
+        "--sheet",
+        type=path_argument,
+        metavar="FILE",
+        help="write thumbnails of the trained pictures",
+    )
     given = parser.parse_intermixed_args()
     keys = [word for word in given.words if not is_option(word)]
     if len(keys) + (given.step is not None) != 1:

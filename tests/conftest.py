@@ -44,8 +44,9 @@ _HANDLERS = {number: signal.getsignal(number) for number in FOR_THE_TRAINING_PRO
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for a minute come first: at the end nothing would be left to do meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_hang_watch.py")
+    """Files that wait or compute for a minute, and would come last, come first: at the end nothing would be left to do
+    meanwhile."""
+    items.sort(key=lambda item: item.path.name not in ("test_hang_watch.py", "test_execution.py"))
 
 
 def pytest_collection_finish() -> None:

@@ -50,6 +50,8 @@ class Evaluation(OptimizerStepCallback):
     _logged: set[Measurement] = field(default_factory=set, init=False)
     _read_at_ns: int = field(default=0, init=False)
     """When `evaluation.csv` was written, as it was last read."""
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    """Until it has ended."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank 0, once the run folder has its configuration. A run that is resumed starts another process, which waits
@@ -64,7 +66,7 @@ class Evaluation(OptimizerStepCallback):
         path = self.run_dir / LOG
         try:
             with path.open("ab") as output:
-                process = subprocess.Popen(
+                self._process = subprocess.Popen(
                     [nice, "-n", "19", *command] if is_cpu and nice else command,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -75,12 +77,15 @@ class Evaluation(OptimizerStepCallback):
         except OSError as error:
             log.error(f"evaluation.every: the process cannot be started, and the run goes on without it: {error}")
             return
-        log.info(f"evaluation: process {process.pid} on {self.device} writes evaluation.csv and {path}")
+        log.info(f"evaluation: process {self._process.pid} on {self.device} writes evaluation.csv and {path}")
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Rank 0: what this start has not logged yet, each value under the step that was measured."""
         if not trainer.is_global_zero or not self.is_due(trainer, step, self.log_every):
             return
+        if self._process is not None and (status := self._process.poll()) is not None:
+            self._process, how = None, f"ended with status {status}; {self.run_dir / LOG} has its output"
+            log.warning(f"evaluation: the process {how}. The run goes on without evaluations until it is started again")
         try:
             if (written_ns := (self.run_dir / ROWS).stat().st_mtime_ns) == self._read_at_ns:
                 return

@@ -1,12 +1,14 @@
 """Metrics of one set of drawn pictures: features, each metric by itself, and the rows of `evaluation.csv`."""
 
 import csv
+import fcntl
 import hashlib
 import io
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -191,15 +193,22 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Adds rows in place of those of the same step, weights and metric; the file is replaced at once.
+    """Adds rows in place of those of the same step, weights and metric; the file is replaced at once. Two evaluations
+    of a run take turns, by a lock of its folder.
 
     Raises:
         DataError: as `read_rows`.
         OSError: it cannot be written.
     """
-    named = {tuple(row[key] for key in COLUMNS[:3]): row for row in (*read_rows(path), *rows)}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(named.values())
-    replace_text(path, text.getvalue())
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        named = {tuple(row[key] for key in COLUMNS[:3]): row for row in (*read_rows(path), *rows)}
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(named.values())
+        replace_text(path, text.getvalue())
+    finally:
+        os.close(handle)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts import find_sample
 from sd_training.build.dry_run import describe
 from sd_training.build.plan import make_plan
 from sd_training.build.prior import missing_class_images
@@ -16,6 +17,7 @@ from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.faults.fork_server import shared_server
+from tests.integration.record_ids import RecordIds, read_ids
 from tests.integration.test_cache import assert_equal
 from tests.integration.training import (
     ROOT,
@@ -73,7 +75,9 @@ def test_a_run_with_a_prior(home: Path) -> None:
     """It draws what is missing, on any number of processes, and goes on after SIGKILL to the bit."""
     words = argv(home, "whole", "class")
     assert f"{NUM_IMAGES} class images are drawn first" in describe(make_plan(load_config(words), is_described=True))
-    train(words)
+    (home / "ids").mkdir()
+    train(words, RecordIds(home / "ids"))
+    assert_found(home / "whole", read_ids(home / "ids"))
     drawn = pictures(home / "class")
     assert sorted(drawn) == [f"class_{number:06d}.png" for number in range(NUM_IMAGES)] and len({*drawn.values()}) > 1
     assert "class images" not in describe(make_plan(load_config(words)))
@@ -86,6 +90,21 @@ def test_a_run_with_a_prior(home: Path) -> None:
     train(argv(home, "broken", "class_of_two"))
     assert_equal(home / "whole", home / "broken")
     assert_draws(home / "broken" / "current_pipeline")
+
+
+def assert_found(run_dir: Path, steps: dict[int, list[tuple[int, int]]]) -> None:
+    """`find_sample.py` finds the samples of each step, of both kinds, and the steps of each sample."""
+    (stretch,), found = find_sample.open_run(run_dir, ()), set()
+    assert sorted(steps) == list(range(6))
+    for step, seen in steps.items():
+        visits = find_sample.visits_of_step([stretch], step + 1)
+        ids = [(visit.request.position, 3 * visit.request.dataset + visit.request.sample) for visit in visits]
+        assert ids == seen and [sample < 3 for _, sample in ids] == [True, False] * 4
+    for dataset, count in enumerate((3, NUM_IMAGES)):
+        for sample in range(count):
+            visits = find_sample.visits_of(stretch, dataset, sample)
+            found |= {(visit.step, visit.request.position, 3 * dataset + sample) for visit in visits}
+    assert found == {(step, *seen) for step in steps for seen in steps[step]}
 
 
 def assert_draws(folder: Path) -> None:

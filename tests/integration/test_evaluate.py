@@ -1,7 +1,9 @@
 """scripts/evaluate.py on a run and beside it: averaged and raw weights, pictures used again, and what it refuses."""
 
+import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +22,17 @@ from transformers import Dinov2Config, Dinov2Model
 from scripts import evaluate
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run
+from sd_training.checkpoint.folder import MANIFEST_NAME
 from sd_training.config.load import load_config
 from sd_training.config.schema import ModelConfig
 from sd_training.errors import ConfigError, DataError
-from sd_training.evaluation.measure import read_rows
+from sd_training.evaluation.measure import read_rows, write_rows
 from sd_training.evaluation.pictures import weights_of_run
 from sd_training.export.pipeline import exported_step
 from sd_training.log import RunLog
-from tests.integration.training import AtStep, checkpoint_tensors, options, train
+from tests.faults.fork_server import shared_server
+from tests.faults.tiny_run import ONE_MACHINE, TORCHRUN
+from tests.integration.training import ROOT, AtStep, checkpoint_tensors, options, train
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +85,39 @@ def test_average_and_raw_weights_of_a_run(
     with pytest.raises(DataError, match=r"no pipeline of step 1; the newest is of step 2, the only one that is kept"):
         evaluate.main([*words, "--step", "1"])
 
+    command, log = [*ONE_MACHINE, "--nproc_per_node", "2", str(ROOT / "scripts/evaluate.py"), *words], tmp_path / "log"
+    command += ["--out", str(tmp_path / "two"), "--device", "cpu"]
+    assert shared_server().start(TORCHRUN, command, log, os.environ).wait(600) == 0, log.read_text()
+    assert read_rows(tmp_path / "two" / "evaluation.csv") == list(rows.values())
+    of_two = sorted(tmp_path.glob("two/evaluation/step_2/*/*.png"))
+    assert [path.read_bytes() for path in of_two] == [path.read_bytes() for path in pictures]
+
     (tmp_path / "prompts.txt").write_text("a red square\n\na blue one\n")
     changes = [f"evaluation.prompts={tmp_path / 'prompts.txt'}", f"evaluation.dinov2={dinov2}"]
     config = [f"config={run_dir / 'config.yaml'}", "--out", str(tmp_path / "out")]
     evaluate.main([str(run_dir / "current_pipeline"), *config, *changes, f"evaluation.path={shards_dir}"])
     (row, *_) = read_rows(tmp_path / "out" / "evaluation.csv")
     assert (row["step"], row["weights"], row["images"], row["reason"]) == ("2", "trained", "4", "")
+
+
+def test_a_watcher_adds_the_weights_that_one_before_has_not_measured(tmp_path: Path, pipeline_dir: Path) -> None:
+    """It was killed between the averaged and the raw ones."""
+    shutil.copytree(pipeline_dir, tmp_path / "current_pipeline")
+    (tmp_path / "exported_step").write_text("7\n")
+    (tmp_path / "checkpoints" / "step=7").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step=7" / MANIFEST_NAME).write_text("{}")
+    (tmp_path / "evaluation").mkdir()
+    args = argparse.Namespace(target=tmp_path, out=tmp_path, beside=-1)  # of a run that has ended
+    config = load_config(options(tmp_path, pipeline_dir, Path("x")))
+    assert list(evaluate.newest_exports(args, config)) == [7]
+    write_rows(tmp_path / "evaluation.csv", [{"step": "7", "weights": "average", "metric": "fid"}])
+    assert list(evaluate.newest_exports(args, config)) == [7]
+    write_rows(tmp_path / "evaluation.csv", [{"step": "7", "weights": "trained", "metric": "fid"}])
+    assert list(evaluate.newest_exports(args, config)) == []
+    (tmp_path / "evaluation" / "watch.lock").unlink()
+    (tmp_path / "evaluation" / "watch.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"watch\.lock: cannot be opened \(Is a directory\)"):
+        list(evaluate.newest_exports(args, config))
 
 
 def test_raw_weights_with_trained_text_encoders(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
@@ -169,7 +201,8 @@ def test_kill_9_of_either_harms_the_other_not(
     rows = read_rows(run_dir / "evaluation.csv")
     assert int(rows[-1]["step"]) == newest and all(row["value"] and not row["reason"] for row in rows)
 
-    changes["experiment__num_examples_to_see"] = 8 * (newest + 30)
+    changes |= {"experiment__num_examples_to_see": 8 * (newest + 30), "wandb__mode": "offline"}
+    os.environ.pop("WANDB_MODE")
     killed = []
 
     def kill() -> None:
@@ -183,6 +216,8 @@ def test_kill_9_of_either_harms_the_other_not(
         resumed = build_run(plan, run_log=run_log)
         resumed.trainer.callbacks.append(AtStep(newest + 15, kill))  # type: ignore[attr-defined]
         resumed.trainer.fit(resumed.module, datamodule=resumed.data)
+        for logger in resumed.trainer.loggers:
+            logger.finalize("success")
     assert len(killed) == 1 and exported_step(run_dir) == newest + 30 and resumed.exit_status == 0
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     measured = [(int(row["step"]), row["metric"], float(row["value"])) for row in rows]
@@ -190,3 +225,6 @@ def test_kill_9_of_either_harms_the_other_not(
     for step, name, value in measured:
         assert any(e.step == step and isclose(e.value, value, rel_tol=1e-6) for e in events.Scalars(f"{name}_trained"))
     assert int(read_rows(run_dir / "evaluation.csv")[-1]["step"]) == newest
+    assert "evaluation: the process ended with status -9; " in (run_dir / "train.log").read_text(encoding="utf-8")
+    (offline,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    wait_until(lambda: b"fd_dinov2_infinity_trained" in offline.read_bytes())

@@ -14,6 +14,7 @@ from PIL import Image
 from scripts import find_sample
 from sd_training.errors import UserError
 from tests import makers
+from tests.integration.http_files import web_files
 from tests.integration.record_ids import RecordIds, read_ids
 from tests.integration.training import CrashAfter, Interrupted, options, train
 
@@ -179,6 +180,27 @@ def test_what_is_shown_of_a_visit_is_what_the_loader_delivers(run_dir: Path, pri
         assert np.array_equal(tokens, batch.tokens["text_encoder"][row].numpy())
     with pytest.raises(UserError, match=r"--step: is 41, but .* are 1 to 10, 11 to 20, 21 to 40"):
         printed("--step", "41")
+
+
+def test_a_sample_of_a_web_server_is_named_by_its_url(tmp_path: Path, pipeline_dir: Path, printed: Any) -> None:
+    names = [f"images/{number}.jpg" for number in range(8)]
+    with web_files() as server:
+        server.files = {f"/{name}": makers.encode(makers.picture(i, 24, 24)) for i, name in enumerate(names)}
+        rows = "".join(f"{name},a picture\n" for name in names)
+        server.files["/table.csv"] = f"image,caption\n{rows}".encode()
+        (tmp_path / "ids").mkdir()
+        changes: dict[str, Any] = {
+            "dataset__type": "Table",
+            "dataset__params__index_dir": tmp_path / "index",
+            "system__batch_size": 4,
+        }
+        changes |= {"dataset__params__path": f"{server.url}/table.csv", "experiment__num_examples_to_see": 24}
+        train(options(tmp_path / "run", pipeline_dir, Path("x"), **changes), RecordIds(tmp_path / "ids"))
+        seen = {step + 1 for step, pairs in read_ids(tmp_path / "ids").items() if 3 in (sample for _, sample in pairs)}
+        lines = printed(f"{server.url}/table.csv/{names[3]}", run_dir=tmp_path / "run")
+        assert {int(line.split()[0]) for line in lines[4:]} == seen and len(seen) == 3
+        assert lines[0] == f"{server.url}/table.csv/{names[3]}"
+        assert printed(names[3], run_dir=tmp_path / "run") == lines
 
 
 def test_of_data_that_have_changed_nothing_is_told(run_dir: Path, printed: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows, reasons, and features that are kept."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_rows_replace_those_of_the_same_metric(tmp_path: Path) -> None:
     rows = [[row[key] for key in COLUMNS[:4]] for row in read_rows(path)]
     assert rows == [["4", "average", "fid", "1"], ["2", "average", "fid", "3.5"], ["4", "trained", "fid", "7"]]
     assert path.read_text().splitlines()[0] == "step,weights,metric,value,low,high,images,reason"
+
+
+def test_evaluations_at_once_lose_no_row(tmp_path: Path) -> None:
+    def write(step: int) -> None:
+        write_rows(tmp_path / "evaluation.csv", [{"step": str(step), "weights": "average", "metric": "fid"}])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(40)))
+    assert sorted(int(row["step"]) for row in read_rows(tmp_path / "evaluation.csv")) == list(range(40))
 
 
 @pytest.mark.parametrize("content", [b"step;weights;metric;value\n2;average;fid;1\n", b"\xff\xfe\x00"])

@@ -1,13 +1,17 @@
 """The autoencoder's losses and gradients, and the measured spread of the latents."""
 
-from dataclasses import MISSING, fields
+import math
+import os
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.data import DataLoader
 
 from sd_training.config.schema import (
     AdversarialConfig,
@@ -143,6 +147,49 @@ def test_posteriors_that_overflow_fp16_are_finite() -> None:
         losses, _, logged = module.sample_losses(pixel_batch(2))
     assert losses.isfinite().all()
     assert float(logged["kl"]) == pytest.approx(0.5 * 300.0**2 * 4 * 64 / (3 * 256), rel=0.01)
+
+
+def test_fp16_trains_both_networks(tmp_path: Path) -> None:
+    """With the loss scale of Lightning, which a GPU would use: it is halved until nothing overflows. Steps are skipped
+    as a whole, no value that is kept is infinite or NaN, and both networks learn. FP16_STEPS=2000 trains longer."""
+    steps = int(os.environ.get("FP16_STEPS", 60))
+    perceptual = load_perceptual(makers.perceptual_folder(tmp_path))
+    adversarial = AdversarialConfig(weight=0.1, start=10, channels=8, layers=1)
+    reconstruction = ReconstructionConfig(perceptual_path="given", perceptual_weight=0.3)
+    objective = ObjectiveConfig(reconstruction=reconstruction, adversarial=adversarial)
+    module = module_of(objective, perceptual=perceptual)
+    module.optimization = replace(module.optimization, learning_rate=1e-3, has_gradient_scaler=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    seen: list[dict[str, float]] = []
+    scales: list[float] = []
+    norms: list[float] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: object) -> None:
+            seen.append({name: float(value) for name, value in module.logged_sums.items()})
+            norms.append(float(module.grad_norm))
+            scales.append(scaler.get_scale())
+            module.reset_logged()
+
+    trainer = pl.Trainer(
+        strategy=SingleProcessStrategy(device="cpu", precision_plugin=precision),
+        max_steps=steps,
+        callbacks=[Look()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader([pixel_batch(4)] * steps, batch_size=None))
+    skipped = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
+    assert 0 < len(skipped) < 16 and scales[-1] == 2.0 ** (24 - len(skipped))
+    assert all(math.isfinite(value) for values in seen for value in values.values())
+    (optimizer,) = trainer.optimizers
+    kept = [*module.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    assert all(torch.isfinite(value).all() for value in kept)
+    for name, first in {"l1": 0, "perceptual": 0, "discriminator": 20}.items():
+        assert seen[-1][name] < seen[first][name], name
 
 
 def test_held_out_measures(tmp_path: Path) -> None:
