@@ -171,5 +171,10 @@ def _written_page(run_dir: Path) -> str:
     return f", and a page about the run: {run_dir / PAGE}"
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`sd-train` of an installed package."""
     run_cli(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -288,5 +288,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print_error(error)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`sd-evaluate` of an installed package."""
     run_cli(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -471,5 +471,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{there} of {len(pictures)} pictures, metadata.jsonl, grid.png: {args.out}", file=sys.stderr)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`sd-generate` of an installed package."""
     run_cli(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -6,6 +6,7 @@ that is filled in; and it cannot permit shell commands.
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
@@ -143,9 +144,11 @@ def _read_file(name: str) -> tuple[dict[Any, Any], Origins]:
     Raises:
         ConfigError: it cannot be read, or is no mapping.
     """
-    where = f"config={name}"
+    where, path = f"config={name}", Path(name)
     try:
-        with Path(name).open("rb") as file:  # or a pipe, as `config=<(…)` gives one
+        if not path.exists() and (installed := Path(sys.prefix, "share", "sd_training", name)).is_file():
+            path = installed  # by pip, from this project's `configs`
+        with path.open("rb") as file:  # or a pipe, as `config=<(…)` gives one
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{where}: larger than {MAX_FILE_BYTES:,} bytes")

@@ -289,17 +289,38 @@ def test_random_crops_and_online_text(sd2: Home, monkeypatch: pytest.MonkeyPatch
     assert len({tuple(place) for batch in batches for place in batch.crop_top_left.tolist()}) > 3
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("fsdp", 0)])
-def test_two_processes(sd2: Home, strategy: str, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "own"),
+    [
+        (2, {"distributed__strategy": "ddp", "system__workers": 1}),
+        (2, {"distributed__strategy": "fsdp"}),
+        (2, {"distributed__strategy": "deepspeed_2"}),
+        (4, {"distributed__mesh__data": 2, "distributed__mesh__fsdp": 2}),
+    ],
+    ids=["ddp", "fsdp", "deepspeed_2", "hsdp"],
+)
+def test_several_processes(sd2: Home, processes: int, own: dict[str, Any]) -> None:
     """Also with loader processes of builder and run; what they read does not depend on the strategy."""
-    cache, runs = sd2.folder / "two", {}
-    changes = {"distributed__strategy": strategy, "system__batch_size": 4, "system__workers": workers}
-    words = [*sd2.argv("unused", **changes), f"out={cache}", "dtype=fp32", "processes=2"]
-    train_in_processes(words, 2, "scripts.cache_latents")
-    for name, more in (("online", {"system__workers": 0}), ("cached", {"dataset__cache__path": cache})):
-        runs[name] = sd2.folder / f"{strategy}_{name}"
-        train_in_processes(sd2.argv(runs[name].name, **{**changes, **more}), 2)
-    assert_equal(runs["online"], runs["cached"])
+    name = f"{processes}_{own.get('distributed__strategy', 'hsdp')}"
+    words = [f"out={(cache := sd2.folder / 'several')}", "dtype=fp32", f"processes={processes}"]
+    if not cache.exists():  # one for all of them
+        train_in_processes([*sd2.argv("unused", system__batch_size=4, **own), *words], 2, "scripts.cache_latents")
+    own = {**own, "system__batch_size": 8 // processes}
+    for run, more in (("online", {"system__workers": 0}), ("cached", {"dataset__cache__path": cache})):
+        train_in_processes(sd2.argv(f"{run}_{name}", **{**own, **more}), processes)
+    assert_equal(sd2.folder / f"online_{name}", sd2.folder / f"cached_{name}")
+
+
+def test_pooled_text_alone_is_stored(tmp_path: Path) -> None:
+    """Of FLUX, whose CLIP gives a vector and whose T5 gives states, which are made online."""
+    pipeline = save_pipeline("flux", tmp_path / "pipeline")
+    home = Home(tmp_path, pipeline, write_shards(tmp_path / "shards"))
+    cache = home.make("cache", "dtype=fp32", "text=pooled")
+    train(home.argv("online"))
+    run = train(home.argv("cached", dataset__cache__path=cache))
+    assert_equal(tmp_path / "online", tmp_path / "cached")
+    batch = next(iter(run.data.loader(0, lambda: 0)))
+    assert {*batch.tokens} == {"text_encoder_2"} and {*batch.text_pooled} == {"text_encoder"}
 
 
 def refused(home: Home, cache: Path, **changes: Any) -> str:
