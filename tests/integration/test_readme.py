@@ -76,11 +76,11 @@ def test_every_command_runs_in_order(folder: Path, monkeypatch: pytest.MonkeyPat
             done = typed(folder, train)
             assert done.returncode == 0, f"{train}\n{done.stderr}"
             shutil.copytree(folder / "cache", folder / "cache_kept")  # the index is used again, not made anew
-    assert len(ran) == 3
+    assert len(ran) == 4
     assert (folder / "logs/finetuning/checkpoints/step=2").is_dir()
     trained = yaml.safe_load((folder / "logs/finetuning/config.yaml").read_text())
     assert (trained["optimizer"]["params"]["learning_rate"], trained["objective"]["snr_gamma"]) == (1e-5, 5.0)
-    assert list((folder / "pictures").rglob("*.png"))
+    assert list((folder / "pictures").rglob("*.png")) and (folder / "card" / "README.md").is_file()
 
 
 def test_torchrun_from_another_folder(folder: Path, shards_dir: Path, tmp_path: Path) -> None:
