@@ -42,7 +42,7 @@ from sd_training.config.value_types import path_argument
 from sd_training.data.datamodule import HeldOutData, TrainingData
 from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import ConfigError, DataError, UserError
-from sd_training.evaluation.measure import ROWS, RealPictures, Row, measure, read_rows, write_rows
+from sd_training.evaluation.measure import ROWS, RealPictures, Row, measure, metrics_of, read_rows, write_rows
 from sd_training.evaluation.networks import load_networks
 from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeline, weights_of_run
 from sd_training.export.draw import read_rows as read_captions
@@ -150,7 +150,7 @@ def has_ended(args: argparse.Namespace) -> bool:
 
 
 def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> None:
-    """Output, rows, and TensorBoard where the run has it; while it trains it logs the rows itself, W&B's too.
+    """Output, rows, and TensorBoard where the run has it; a run that trains sends the rows to W&B.
 
     Raises:
         OSError: the files cannot be written.
@@ -159,8 +159,7 @@ def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> 
         interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
         print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
     write_rows(args.out / ROWS, rows)
-    is_logged = args.beside is not None and not has_ended(args)
-    if (args.out / "tensorboard").is_dir() and not is_logged:
+    if (args.out / "tensorboard").is_dir():
         # A folder beside the run's own: a file has one writer.
         with SummaryWriter(str(args.out / "tensorboard" / "evaluation")) as writer:
             for row in rows:
@@ -189,16 +188,19 @@ def newest_exports(args: argparse.Namespace, config: Config) -> Iterator[int]:
         raise ConfigError(f"{path}: cannot be opened ({error.strerror}); remove it, or give --out FOLDER") from error
     with suppress(OSError):  # some file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)
-    measured, done = {(int(row["step"]), row["weights"]) for row in read_rows(args.out / ROWS)}, set[int]()
+    wanted, done = metrics_of(load_networks(config.evaluation)), set[int]()
     with lock:
         while True:
             step = exported_step(args.target)
-            is_last = has_ended(args) or 0 <= planned_steps(args.target) <= step
+            # A run that has gone back to an earlier step may have an export of its last step from before.
+            is_last = has_ended(args) if args.beside is not None else 0 <= planned_steps(args.target) <= step
             if step >= 0 and step not in done and (is_last or step % (every or 1) == 0):
                 done.add(step)
                 with suppress(UserError):  # `main` finds it again, and says so
-                    wanted = {(step, weights.name) for weights in weights_of_run(args.target, step, config.model)}
-                    if wanted <= measured:
+                    rows = [row for row in read_rows(args.out / ROWS) if row["step"] == str(step) and row["value"]]
+                    measured = {(row["weights"], row["metric"]) for row in rows}
+                    exported = [weights.name for weights in weights_of_run(args.target, step, config.model)]
+                    if measured >= {(name, metric) for name in exported for metric in wanted}:
                         continue
                 yield step
             elif is_last:
@@ -222,10 +224,34 @@ def steps_to_evaluate(args: argparse.Namespace, config: Config, rank: int, world
         yield int(step)
 
 
+def weights_to_draw(args: argparse.Namespace, config: Config, step: int | None, world: int) -> list[Weights]:
+    """Collective: all at once, because the run may delete what one process has found before the others look.
+
+    Raises:
+        UserError: on every process, when one has found nothing or something else.
+    """
+    found, failure = list[Weights](), None
+    try:
+        found = list(weights_of_run(args.target, step, config.model)) if args.is_run else []
+        found = found or [weights_of_pipeline(args.target)]
+    except UserError as error:
+        failure = error
+    if world > 1:
+        own = torch.tensor([len(found), found[0].step if found else -1])
+        least = torch.stack((own, -own))
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        if not torch.equal(least[0], -least[1]):
+            failure = failure or DataError(f"{args.target}: the run has replaced its export meanwhile")
+    if failure is not None:
+        raise failure
+    return found
+
+
 def evaluate(
     drawn: DrawnSet, real: Real, args: argparse.Namespace, device: torch.device, rank: int, world: int
-) -> None:
-    """Collective: all draw, the first one measures.
+) -> UserError | None:
+    """Collective: all draw, the first one measures. Returns why its rows are lost, if they are: the other processes
+    draw on.
 
     Raises:
         UserError: on every process, when some cannot draw.
@@ -238,7 +264,7 @@ def evaluate(
             count = f"{len(drawn.prompts)} pictures, {missing} to be drawn"
             print(f"step {weights.step}, {weights.name} weights: {count}", flush=True)
         if args.dry_run:
-            return
+            return None
         drawn.draw(device, rank, world)
     except UserError as error:
         failure = error
@@ -256,10 +282,10 @@ def evaluate(
         try:
             publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
         except OSError as error:
-            lost = DataError(f"{args.out}: the rows cannot be written: {error.strerror}")
-            if not args.watch:
-                raise lost from error
-            print_error(lost)  # the other processes draw on
+            return DataError(f"{args.out}: the rows cannot be written: {error.strerror}")
+        except DataError as error:
+            return error
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -275,17 +301,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     with launched_group() as (rank, world):
         if device.type == "cpu":
             prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        lost: list[UserError] = []
         for step in steps_to_evaluate(args, config, rank, world):
             try:
-                # All at once: after rank 0 has measured, the run may have deleted what the others have found.
-                of_run = list(weights_of_run(args.target, step, config.model)) if args.is_run else []
-                for weights in of_run or [weights_of_pipeline(args.target)]:
+                for weights in weights_to_draw(args, config, step, world):
                     drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
-                    evaluate(drawn, real, args, device, rank, world)
+                    if failure := evaluate(drawn, real, args, device, rank, world):
+                        lost.append(failure)
+                        if args.watch:
+                            print_error(failure)
             except UserError as error:
                 if not args.watch:
                     raise
                 print_error(error)
+    if lost and not args.watch:
+        raise lost[0]
 
 
 def command() -> None:

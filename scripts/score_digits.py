@@ -5,7 +5,8 @@
 Every picture that is drawn is scored. Beside the share that is read correctly, with and without guidance, the variety
 of each digit is measured: the mean distance between two drawn ones, divided by that between two real ones. A model
 that draws the same seven every time has variety 0. The FID is the Fréchet distance to the real digits in the features
-that the classifier reads, not in those of Inception; as many real digits against the others show how low it can be.
+that the classifier reads, not in those of Inception; as many real digits against as many others show how low it
+can be.
 """
 
 import argparse
@@ -113,10 +114,12 @@ def digits_fid(drawn: Pictures, real: Pictures) -> tuple[float, float, float]:
 
 
 def real_digits_fid(pictures: Pictures, labels: Labels, count: int) -> tuple[float, float, float]:
-    """That of `count` real digits, at most half of them, against the others."""
+    """That of `count` real digits, at most half of them, against as many others."""
     from sklearn.model_selection import train_test_split
 
-    some, others = train_test_split(pictures, train_size=min(count, len(labels) // 2), stratify=labels, random_state=0)
+    count = min(count, len(labels) // 2)
+    sizes = {"train_size": count, "test_size": count}
+    some, others = train_test_split(pictures, **sizes, stratify=labels, random_state=0)
     return digits_fid(some, others)
 
 
@@ -226,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {found.recognised}/{found.drawn}, variety {found.variety:.2f} (that of the real ones is 1)")
         print("    FID {:.1f}, 95 % interval {:.1f} to {:.1f}".format(*found.fid))
     real_fid = real_digits_fid(*real_pictures(), count=guided.drawn)
-    print("FID of as many real digits against the others: {:.1f}, {:.1f} to {:.1f}".format(*real_fid))
+    print("FID of as many real digits against as many others: {:.1f}, {:.1f} to {:.1f}".format(*real_fid))
     report = {"classifier_accuracy": round(accuracy, 4), "guided": asdict(guided), "unguided": asdict(unguided)}
     report["real_fid"] = real_fid
     (options.out / "score.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -406,7 +406,7 @@ class RunLogger(Logger):
 
     def __init__(self, title: str, begin: Callable[[], LogWriter]) -> None:
         super().__init__()
-        self._title, self._begin = title, begin
+        self.name, self._begin = title, begin
         self._writer: LogWriter | None = None
         self._is_off = False
 
@@ -441,7 +441,7 @@ class RunLogger(Logger):
             self._is_off = True
             reason = str(error.__cause__ or error).strip().partition("\n")[0][:300]
             log.warning(
-                f"{self._title} failed and is off from now on ({type(error).__name__}: {reason}); metrics.csv holds "
+                f"{self.name} failed and is off from now on ({type(error).__name__}: {reason}); metrics.csv holds "
                 "every number"
             )
 

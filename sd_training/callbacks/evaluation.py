@@ -1,8 +1,8 @@
 """`evaluation.every`: a process beside the run that evaluates what it exports, `scripts/evaluate.py RUN --watch`.
 
 Neither waits for the other or ends it. The process reads exports and checkpoints from the run folder and writes only
-`evaluation/` and `evaluation.csv`, of which the run logs new rows. It ends when the last export is evaluated; what it
-measures after the end of the run it writes to `tensorboard/evaluation/`.
+`evaluation/`, `evaluation.csv` and `tensorboard/evaluation/`; the run sends new rows to W&B, which has one writer. It
+ends when the last export is evaluated.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.errors import DataError
-from sd_training.evaluation.measure import ROWS, read_rows
+from sd_training.evaluation.measure import ROWS, read_rows, write_rows
 from sd_training.log import get_logger
 from sd_training.training import TrainedModule
 
@@ -59,8 +59,17 @@ class Evaluation(OptimizerStepCallback):
         super().on_train_start(trainer, pl_module)
         if not trainer.is_global_zero:
             return
+        try:
+            if (self.run_dir / ROWS).is_file():  # what a run has gone back behind will be measured again
+                write_rows(self.run_dir / ROWS, [], last_step=trainer.global_step)
+        except (OSError, DataError) as error:
+            log.warning(f"evaluation.every: {error}")
         is_cpu, nice = self.device == "cpu", shutil.which("nice")
+        is_numbered = self.device.isdecimal() and "CUDA_VISIBLE_DEVICES" not in os.environ
+        if is_numbered and trainer.strategy.root_device.type == "cuda" and int(self.device) < trainer.num_devices:
+            log.warning(f"evaluation.device: GPU {self.device} trains as well; give another, or fewer trainer.devices")
         command = [sys.executable, str(_SCRIPT), str(self.run_dir.resolve()), "--watch", "--beside", str(os.getpid())]
+        command += ["--device", "cpu" if is_cpu else "cuda"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
         environment["CUDA_VISIBLE_DEVICES"] = "" if is_cpu else self.device
         path = self.run_dir / LOG
@@ -81,8 +90,15 @@ class Evaluation(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Rank 0: what this start has not logged yet, each value under the step that was measured."""
-        if not trainer.is_global_zero or not self.is_due(trainer, step, self.log_every):
-            return
+        if trainer.is_global_zero and self.is_due(trainer, step, self.log_every):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """What has come since the last logged step."""
+        if trainer.is_global_zero:
+            self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
             self._process, how = None, f"ended with status {status}; {self.run_dir / LOG} has its output"
             log.warning(f"evaluation: the process {how}. The run goes on without evaluations until it is started again")
@@ -95,7 +111,8 @@ class Evaluation(OptimizerStepCallback):
         self._read_at_ns = written_ns
         for number, name, value in sorted(found):
             for logger in trainer.loggers:
-                logger.log_metrics({name: value}, number)
+                if logger.name != "TensorBoard":
+                    logger.log_metrics({name: value}, number)
         self._logged |= found
 
     def _measurements(self) -> Iterator[Measurement]:

@@ -169,7 +169,7 @@ def _in_balls(points: Tensor, centres: Tensor) -> Tensor:
     """[P] whether each point lies in some ball around a centre that reaches to the centre's third neighbour."""
     if len(centres) <= _NEIGHBOURS:
         raise ValueError(f"{len(centres)} pictures have no third neighbour; give {_NEIGHBOURS + 1} or more")
-    rows = [torch.cdist(centres[s : s + _ROWS], centres) for s in _starts(centres)]
+    rows = (torch.cdist(centres[s : s + _ROWS], centres) for s in _starts(centres))
     radii = torch.cat([distances.kthvalue(_NEIGHBOURS + 1).values for distances in rows])  # the nearest is itself
     return torch.cat([(torch.cdist(points[s : s + _ROWS], centres) <= radii).any(1) for s in _starts(points)])
 

@@ -50,6 +50,11 @@ _METRICS: Mapping[str, Mapping[str, tuple[Callable[[Tensor, Tensor], Estimate], 
 """Network → metric → how its features of drawn pictures are compared, and with those of what."""
 
 
+def metrics_of(networks: Iterable[str]) -> set[str]:
+    """All that these networks measure."""
+    return {metric for name in networks for metric in _METRICS[name]}
+
+
 class RealPictures:
     """What drawn pictures are compared with: held-out samples, cut as for training.
 
@@ -136,8 +141,9 @@ def measure(
             except Exception as error:
                 yield row | {"reason": _sentence(error)}
                 continue
-            edges = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-            yield row | {key: f"{value:.9g}" for key, value in edges.items() if value is not None}
+            numbers = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+            known = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
+            yield row | {key: f"{value:.9g}" for key, value in known.items()}
 
 
 def _sentence(error: Exception) -> str:
@@ -192,9 +198,12 @@ def read_rows(path: Path) -> list[Row]:
     return [row for row in rows if None not in row and None not in row.values() and row["step"].isdecimal()]
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_rows(path: Path, rows: Sequence[Row], last_step: float = math.inf) -> None:
     """Adds rows in place of those of the same step, weights and metric; the file is replaced at once. Two evaluations
     of a run take turns, by a lock of its folder.
+
+    Args:
+        last_step: rows of later optimizer steps are dropped.
 
     Raises:
         DataError: as `read_rows`.
@@ -204,7 +213,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     try:
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(handle, fcntl.LOCK_EX)
-        named = {tuple(row[key] for key in COLUMNS[:3]): row for row in (*read_rows(path), *rows)}
+        kept = [row for row in (*read_rows(path), *rows) if int(row["step"]) <= last_step]
+        named = {tuple(row[key] for key in COLUMNS[:3]): row for row in kept}
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

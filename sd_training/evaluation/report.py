@@ -168,7 +168,7 @@ class Run:
             "length": length,
             "progress": done,
             **{name: _text(start.get(name, "")) for name in ("model", "devices", "device", "seed")},
-            "time in training": str(timedelta(seconds=round(sum(self.seconds.values())))),
+            "time in training": str(timedelta(seconds=round(min(sum(self.seconds.values()), 1e12)))),
             "training loss, last tenth": f"{losses[-max(len(losses) // 10, 1) :].mean():.4g}" if len(losses) else "",
             "speed, median": f"{np.median(speeds):,.4g} images/s" if len(speeds) else "",
             # Of each of these the newest stays.
@@ -254,7 +254,8 @@ def _number(value: Any, default: float = math.nan) -> float:
 
 def _step(row: Mapping[str, Any]) -> int:
     """Optimizer step of a row or an incident; -1 where there is none."""
-    return int(_number(row.get("optimizer_step", row.get("step")), -1))
+    step = _number(row.get("optimizer_step", row.get("step")), -1)
+    return int(step) if step < 2**53 else -1
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -379,6 +380,7 @@ def _measured(run: Run, rows: Rows, name: str, label: str, colour: str, over: st
     """A curve of measurements with their intervals, over the optimizer step or another column."""
     at = {_number(row.get(over)) if over else _step(row): row for row in rows}
     places = sorted(x for x in at if math.isfinite(x) and x >= 0)
+    places = [places[i] for i in np.linspace(0, len(places) - 1, min(len(places), _MAX_POINTS)).astype(int)]
     low, high = ([_rounded(_bounds(at[x], name)[end]) for x in places] for end in (0, 1))
     curve = {"run": run.number, "label": label, "colour": colour, "x": places}
     curve["y"] = [_rounded(_number(at[x].get(name))) for x in places]
@@ -433,6 +435,7 @@ def _strip(paths: Mapping[int, Path], num_strips: int) -> dict[str, Any]:
             pictures[step], left = uri, left - len(uri)
             with suppress(OSError):
                 captions[step] = paths[step].with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+                left -= len(captions[step].encode())
     return {"pictures": pictures, "captions": captions, "num_found": len(steps), "is_small": is_small}
 
 

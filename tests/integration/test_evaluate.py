@@ -108,12 +108,16 @@ def test_a_watcher_adds_the_weights_that_one_before_has_not_measured(tmp_path: P
     (tmp_path / "checkpoints" / "step=7" / MANIFEST_NAME).write_text("{}")
     (tmp_path / "evaluation").mkdir()
     args = argparse.Namespace(target=tmp_path, out=tmp_path, beside=-1)  # of a run that has ended
-    config = load_config(options(tmp_path, pipeline_dir, Path("x")))
+    config = load_config([*options(tmp_path, pipeline_dir, Path("x")), "evaluation.dinov2=y"])
     assert list(evaluate.newest_exports(args, config)) == [7]
-    write_rows(tmp_path / "evaluation.csv", [{"step": "7", "weights": "average", "metric": "fid"}])
+    row = {"step": "7", "value": "1"}
+    for metric, missing in {"fd_dinov2": [7], "fd_dinov2_infinity": []}.items():
+        write_rows(tmp_path / "evaluation.csv", [{**row, "weights": "average", "metric": metric}])
+        assert list(evaluate.newest_exports(args, config)) == [7]
+        write_rows(tmp_path / "evaluation.csv", [{**row, "weights": "trained", "metric": metric}])
+        assert list(evaluate.newest_exports(args, config)) == missing
+    write_rows(tmp_path / "evaluation.csv", [{"step": "7", "weights": "trained", "metric": metric, "reason": "no"}])
     assert list(evaluate.newest_exports(args, config)) == [7]
-    write_rows(tmp_path / "evaluation.csv", [{"step": "7", "weights": "trained", "metric": "fid"}])
-    assert list(evaluate.newest_exports(args, config)) == []
     (tmp_path / "evaluation" / "watch.lock").unlink()
     (tmp_path / "evaluation" / "watch.lock").mkdir()
     with pytest.raises(ConfigError, match=r"watch\.lock: cannot be opened \(Is a directory\)"):
@@ -219,7 +223,7 @@ def test_kill_9_of_either_harms_the_other_not(
         for logger in resumed.trainer.loggers:
             logger.finalize("success")
     assert len(killed) == 1 and exported_step(run_dir) == newest + 30 and resumed.exit_status == 0
-    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    events = EventAccumulator(str(run_dir / "tensorboard" / "evaluation")).Reload()
     measured = [(int(row["step"]), row["metric"], float(row["value"])) for row in rows]
     assert {"fd_dinov2_trained", "fd_dinov2_infinity_trained"} <= {*events.Tags()["scalars"]}
     for step, name, value in measured:

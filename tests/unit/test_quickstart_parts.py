@@ -146,7 +146,7 @@ def test_scoring_draws_reads_and_says_what_is_missed(
     argv = ["--pipeline", str(pipeline_dir), "--out", str(tmp_path), "--per-digit", "2", "--steps", "1"]
     score_digits.main(argv)
     output = capsys.readouterr().out
-    assert "digits recognised: " in output and "FID of as many real digits against the others: " in output
+    assert "digits recognised: " in output and "FID of as many real digits against as many others: " in output
     report = json.loads((tmp_path / "score.json").read_text())
     assert report["guided"]["drawn"] == report["unguided"]["drawn"] == 20
     assert Image.open(tmp_path / "digits.png").size == (2 * 16 * 4, 10 * 16 * 4)

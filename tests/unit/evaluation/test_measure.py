@@ -134,6 +134,20 @@ def test_evaluations_at_once_lose_no_row(tmp_path: Path) -> None:
     assert sorted(int(row["step"]) for row in read_rows(tmp_path / "evaluation.csv")) == list(range(40))
 
 
+def test_rows_of_later_steps_are_dropped_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.csv"
+    write_rows(path, [{"step": str(step), "weights": "average", "metric": "fid", "value": "1"} for step in (2, 4, 6)])
+    write_rows(path, [], last_step=4)
+    assert [row["step"] for row in read_rows(path)] == ["2", "4"]
+
+
+def test_bounds_that_are_no_numbers_are_left_out(real: RealPictures, drawn: list[Path], tmp_path: Path) -> None:
+    """Of two pictures a resample may be one of them twice, which has no pairs."""
+    rows = {r["metric"]: r for r in measure({"inception": CountingNetwork}, drawn[:2], [], lambda: real, tmp_path, CPU)}
+    assert "value" in rows["kid"] and "low" not in rows["kid"]
+    assert not any("nan" in value for row in rows.values() for value in row.values())
+
+
 @pytest.mark.parametrize("content", [b"step;weights;metric;value\n2;average;fid;1\n", b"\xff\xfe\x00"])
 def test_another_kind_of_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "evaluation.csv").write_bytes(content)
