@@ -5,7 +5,7 @@ stopped (SIGSTOP), by turns.
     python -m tests.bench_evaluation build/bench --turns 100
 
 Both are the commands that a user starts: train.py with the quickstart's UNet, and scripts/evaluate.py with Inception
-(random weights), which draws pictures of the first save and measures them, again and again. Printed are the ratios of
+(random weights), which draws pictures with the first export and measures them, again and again. Printed are the ratios of
 optimizer steps per second of wall time and of the training's CPU time; a ratio is that of neighbouring turns. Wall
 time is what matters where the cores are the machine's own; a host that gives them to others as well spoils it.
 """
@@ -13,12 +13,14 @@ time is what matters where the cores are the machine's own; a host that gives th
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +68,8 @@ def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, li
     train += [f"model.vae.pretrained={folder / 'runs/autoencoder/current_pipeline'}", "trainer.accelerator=cpu"]
     train += [f"model.{part}.pretrained={folder / 'text'}" for part in ("text_encoder", "tokenizer")]
     train += [f"dataset.params.path={folder / 'data'}", "logging.every=1", "experiment.save_every=200"]
-    evaluate = [sys.executable, "scripts/evaluate.py", str(run), f"evaluation.inception={home}/inception.safetensors"]
+    evaluate = [sys.executable, "scripts/evaluate.py", str(home / "pipeline"), f"config={run}/config.yaml"]
+    evaluate += [f"evaluation.inception={home}/inception.safetensors"]
     evaluate += [f"evaluation.path={folder / 'data'}", "evaluation.num_images=64", "evaluation.num_real=64"]
     rates: dict[str, list[tuple[float, float]]] = {"alone": [], "beside": []}
     with (
@@ -78,6 +81,7 @@ def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, li
             while not (run / "exported_step").exists():
                 read(training, run / "metrics.jsonl")
                 time.sleep(0.5)
+            shutil.copytree(run / "current_pipeline", home / "pipeline")
             # It never ends: each round draws anew into a folder of its own.
             again = 'while :; do rm -rf $0; "$@" --out $0 || exit; done'
             command = ["taskset", "-c", "1", "sh", "-c", again, str(home / "out"), *evaluate]
@@ -96,7 +100,8 @@ def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, li
         finally:
             training.kill()
             if beside is not None:
-                os.killpg(beside.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(beside.pid, signal.SIGKILL)
     return rates
 
 
