@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("coming_from_*.md"))
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOWN = frozenset({*options(), *groups()})
-FILE_ENDINGS = set("bin caption ckpt csv html json jsonl log md parquet png py safetensors sbatch tar txt yaml".split())
+FILE_ENDINGS = ("caption", "ckpt", "csv", "html", "json", "jsonl", "log", "md", "py", "safetensors", "txt", "yaml")
 """Last part of a dotted name that makes it a file."""
 FOLDERS = ("batch_files", "configs", "docs", "scripts", "tests")
 
@@ -163,7 +163,5 @@ def test_wrong_texts_are_found(text: str, problem: str) -> None:
 
 
 def test_right_texts_pass() -> None:
-    right = (
-        "| `a.b` | `dataset.params.filters.width=>=512`, `optimizer.name=lion`, `metrics.csv`, `model.vae.params.x` |"
-    )
+    right = "| `a.b` | `dataset.params.filters.width=>=512`, `optimizer.name=lion`, `a.csv`, `model.vae.params.x` |"
     assert not problems(f"{right}\n```\npython train.py config=mine.yaml 'system.batch_size=8'\n```\n")
