@@ -17,7 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("coming_from_*.md"))
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOWN = frozenset({*options(), *groups()})
-FILE_ENDINGS = ("caption", "ckpt", "csv", "html", "json", "jsonl", "log", "md", "py", "safetensors", "txt", "yaml")
+FILE_ENDINGS = (
+    "caption",
+    "ckpt",
+    "csv",
+    "html",
+    "json",
+    "jsonl",
+    "log",
+    "md",
+    "py",
+    "safetensors",
+    "txt",
+    "yaml",
+    "yml",
+)
 """Last part of a dotted name that makes it a file."""
 FOLDERS = ("batch_files", "configs", "docs", "scripts", "tests")
 
