@@ -76,8 +76,8 @@ def problems_of_word(word: str, known: Collection[str]) -> list[str]:
     if not is_known(name, known):
         return [*found, f"{name}: no such option"]
     value, words = rest.removeprefix("="), options()[name].words if name in options() else []
-    is_given = rest.startswith("=") and "…" not in value
-    if is_given and words and value.split()[0] not in {*words, "null", "true", "false"}:
+    is_word = rest.startswith("=") and re.fullmatch(r"[a-z]\w*", value)
+    if is_word and words and value not in {*words, "null", "true", "false"}:
         found.append(f"{word}: {name} has no such word")
     return found
 
