@@ -5,8 +5,8 @@ stopped (SIGSTOP), by turns.
     python -m tests.bench_evaluation build/bench --turns 100
 
 Both are the commands that a user starts: train.py with the quickstart's UNet, and scripts/evaluate.py with Inception
-(random weights), which draws pictures with the first export and measures them, again and again. Printed are the ratios of
-optimizer steps per second of wall time and of the training's CPU time; a ratio is that of neighbouring turns. Wall
+(random weights), which draws pictures with the first export and measures them, again and again. Printed are the ratios
+of optimizer steps per second of wall time and of the training's CPU time; a ratio is that of neighbouring turns. Wall
 time is what matters where the cores are the machine's own; a host that gives them to others as well spoils it.
 """
 
