@@ -72,12 +72,12 @@ def describe(plan: Plan) -> str:
     grid = latent_grid(networks["vae"]) if networks else ANY_GRID
     if problems := fit_problems(config, family, grid) if networks else []:
         checks.errors.append(ConfigError(problems))
-    to_draw = checks.run(lambda: missing_class_images(config)) or []
+    to_draw = checks.run(lambda: missing_class_images(config, start.changed if start else ())) or []
     own = plan if not to_draw else replace(plan, config=_without_prior(config))
     data = make_data(own, family, grid)
     reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
-    if start is not None and reports is not None:
+    if start is not None and reports is not None and not to_draw:  # the data of the run includes them
         checks.run(lambda: check_data(start, data))
     if family is not None:
         checks.run(lambda: idle_parts(config))

@@ -15,8 +15,9 @@ import torch
 from tqdm import tqdm
 
 from sd_training.build.models import Trained
-from sd_training.build.plan import Plan
+from sd_training.build.plan import Plan, Start
 from sd_training.checkpoint.folder import replace_text
+from sd_training.config.changes import Change
 from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.sources.files import IMAGE_SUFFIXES
@@ -34,11 +35,15 @@ _NAME = re.compile(r"class_\d{6}\.png")
 _POLL_S = 1.0
 
 
-def missing_class_images(config: Config) -> list[str]:
+def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list[str]:
     """Names of the files of `dataset.prior` that are still to be drawn; none without a prior.
 
+    Args:
+        changed: options that differ from the last start of a resumed run.
+
     Raises:
-        ConfigError: those that are there were drawn in another way, or the folder cannot be read.
+        ConfigError: those that are there were drawn in another way, the folder cannot be read, or the order of samples
+            that the run began with would end.
     """
     prior = config.dataset.prior
     if prior.path is None:
@@ -49,18 +54,27 @@ def missing_class_images(config: Config) -> list[str]:
         drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be read: {error}") from error
-    if drawn_from is not None and (changed := [k for k, v in _drawn_from(config).items() if drawn_from.get(k) != v]):
-        now = "; ".join(f"{key} was {drawn_from.get(key)!r}, now {_drawn_from(config)[key]!r}" for key in changed)
+    asked = _drawn_from(config)
+    if others := [key for key, value in (drawn_from or {}).items() if asked.get(key, value) != value]:
+        now = "; ".join(f"{key} was {drawn_from[key]!r}, now {asked[key]!r}" for key in others)
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
     own = {name for name in there if _NAME.fullmatch(name)}
     foreign = sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in there - own)
-    return [name for i in range(prior.num_images - foreign) if (name := f"class_{i:06d}.png") not in own]
+    missing = [name for i in range(prior.num_images - foreign) if (name := f"class_{i:06d}.png") not in own]
+    if missing and (raised := [str(change) for change in changed if change.key == "dataset.prior.num_images"]):
+        raise ConfigError(
+            f"{raised[0]}: more class images are another order of samples than the run began with; restore it, or "
+            "begin another run with experiment.start_from and experiment.reset=[data]"
+        )
+    return missing
 
 
 def _drawn_from(config: Config) -> dict[str, object]:
-    """What decides the pictures, but for the model."""
-    sampling, dataset = config.sampling, config.dataset
+    """What decides the pictures."""
+    model, sampling, dataset = config.model, config.sampling, config.dataset
     return {
+        "model.pretrained": model.pretrained,
+        "model.revision": model.revision,
         "dataset.prior.prompt": dataset.prior.prompt,
         "dataset.params.resolution": dataset.params.resolution,
         "sampling.num_inference_steps": sampling.num_inference_steps,
@@ -69,7 +83,7 @@ def _drawn_from(config: Config) -> dict[str, object]:
     }
 
 
-def draw_class_images(plan: Plan, trained: Trained, watch: HangWatch) -> None:
+def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWatch) -> None:
     """Draws what is missing, each process its share, and waits for the others: of all processes that a launcher has
     started. To be called before anything is trained or sharded.
 
@@ -77,7 +91,7 @@ def draw_class_images(plan: Plan, trained: Trained, watch: HangWatch) -> None:
         ConfigError: as `missing_class_images`, or the folder cannot be written.
         OutageError: other processes have stopped drawing.
     """
-    missing, family = missing_class_images(plan.config), trained.family
+    missing, family = missing_class_images(plan.config, start.changed), trained.family
     if not missing or family is None:
         return
     folder = output_path(str(plan.config.dataset.prior.path))
@@ -90,7 +104,7 @@ def draw_class_images(plan: Plan, trained: Trained, watch: HangWatch) -> None:
             replace_text(folder / _RECORD, json.dumps(_drawn_from(plan.config), indent=1) + "\n")
         _draw(plan, trained, folder, [name for name in missing if int(name[6:12]) % world == rank], watch)
     except OSError as error:
-        raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror or error}") from error
     progress_s, left = time.monotonic(), len(missing)
     while now_left := len(missing_class_images(plan.config)):
         if now_left < left:

@@ -133,7 +133,7 @@ def build_run(
     assert trained is not None
     watch = watch or HangWatch({}, plan.run_dir)
     if not start.is_done:
-        draw_class_images(plan, trained, watch)
+        draw_class_images(plan, start, trained, watch)
     cache = open_cache(plan, trained.family) if trained.family else None
     data = make_data(plan, trained.family, trained.latent_grid, cache, encoders)
     config, signals = plan.config, signals or StopSignals()

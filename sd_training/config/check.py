@@ -308,6 +308,10 @@ def _lora(config: Config) -> Iterator[str]:
         return
     if model.pretrained is None and not (model.unet.pretrained or model.transformer.pretrained):
         yield "model.lora.rank: adapters belong to trained weights, and these would be random; give model.pretrained"
+    if model.from_scratch:
+        yield "model.from_scratch: makes random weights, and model.lora.rank freezes them; set it to false"
+    if config.evaluation.every and not model.lora.merge:
+        yield "evaluation.every: draws from exported pipelines; set model.lora.merge=true, which exports them"
     if model.train_text_encoder:
         yield "model.train_text_encoder: model.lora.rank trains adapters only; use model.lora.text_encoder"
     if model.bf16_weights:

@@ -109,9 +109,11 @@ def draw_images(
             stacks = [_images(column, size) for column in zip(*(own.control_images for own in part), strict=True)]
             call["control_image" if "control_image" in takes else "image"] = stacks if len(stacks) > 1 else stacks[0]
         if on_step is None:
-            yield from pipeline(**call).images
+            with _decoder_in_fp32(pipeline):
+                images = pipeline(**call).images
+            yield from images
         else:
-            with _clean_latents(pipeline.scheduler) as clean:
+            with _decoder_in_fp32(pipeline), _clean_latents(pipeline.scheduler) as clean:
 
                 def show(_: Any, step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
                     if steps is None or step in steps:
@@ -128,6 +130,30 @@ def drawing_options(config: Config) -> dict[str, Any]:
     sampling, side = config.sampling, config.dataset.params.resolution
     chosen = {name: getattr(sampling, name) for name in ("num_inference_steps", "guidance_scale", "batch_size")}
     return {"height": side, "width": side, **chosen}
+
+
+@contextmanager
+def _decoder_in_fp32(pipeline: Any) -> Iterator[None]:
+    """Under autocast to fp16 the autoencoder decodes without autocast: some decoders overflow in fp16, and autocast
+    undoes the upcast to fp32 by which pipelines avoid it."""
+    import torch
+
+    vae, device = pipeline.vae, pipeline.vae.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.float16:
+        yield
+        return
+    decode = vae.decode
+
+    @wraps(decode)
+    def decoded(latents: Any, *args: Any, **options: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return decode(latents.to(vae.dtype), *args, **options)
+
+    vae.decode = decoded
+    try:
+        yield
+    finally:
+        del vae.decode
 
 
 @contextmanager
@@ -190,7 +216,12 @@ def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None)
         latents = pipeline._unpack_latents(latents, height or usual, width or usual, factor)
     if dtype == torch.float16:  # in which some decoders overflow; pipelines have ways of their own around it
         vae.float()
-    latents = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    config, latents = vae.config, latents.to(vae.dtype)
+    if config.get("latents_mean") and config.get("latents_std"):  # one of each per channel (Playground v2.5)
+        mean, std = (latents.new_tensor(config[name]).view(1, -1, 1, 1) for name in ("latents_mean", "latents_std"))
+        latents = latents * std / config.scaling_factor + mean
+    else:
+        latents = latents / config.scaling_factor + (config.get("shift_factor") or 0.0)
     pixels = vae.decode(latents, return_dict=False)[0].float()
     if dtype == torch.float16:
         vae.to(dtype)

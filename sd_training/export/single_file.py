@@ -71,6 +71,13 @@ def original_layout(folder: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{folder}: is no pipeline folder: {error}") from error
     if kind not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ConfigError(f"{folder}: is a {kind}; only Stable Diffusion 1.x, 2.x and XL have such a file")
+    scheduler = settings.get("scheduler", {})
+    sampler, prediction = str(scheduler.get("_class_name")), scheduler.get("prediction_type", "epsilon")
+    if prediction not in ("epsilon", "v_prediction") or sampler.startswith(("FlowMatch", "EDM")):
+        raise ConfigError(
+            f"{folder}/scheduler: {sampler} with prediction_type={prediction}; readers of such a file know epsilon and "
+            "v_prediction of a discrete noise schedule alone: share the pipeline folder instead"
+        )
     other = f"{folder}: is of an architecture that the original layout does not have"
     try:
         found = renamed(settings, weights)
@@ -99,7 +106,7 @@ def renamed(settings: Mapping[str, Any], weights: Mapping[str, Tensors]) -> dict
         found |= {f"{prefix}{name}": tensor for name, tensor in (_open_clip if is_open_clip else _clip)(text).items()}
     if "text_encoder_2" in settings:  # empty tensors by whose names ComfyUI and A1111 know what an SDXL predicts
         scheduler = settings["scheduler"]
-        is_v, has_zero_snr = scheduler["prediction_type"] == "v_prediction", scheduler.get("rescale_betas_zero_snr")
+        is_v, has_zero_snr = scheduler.get("prediction_type") == "v_prediction", scheduler.get("rescale_betas_zero_snr")
         found |= {name: torch.zeros(0) for name, is_set in (("v_pred", is_v), ("ztsnr", has_zero_snr)) if is_set}
     return found
 

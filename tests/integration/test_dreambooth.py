@@ -87,6 +87,9 @@ def test_a_run_with_a_prior(home: Path) -> None:
     (home / "class_of_two" / "class_000002.png").unlink()
     train_until_killed(argv(home, "broken", "class_of_two"), 1, step=4)
     assert pictures(home / "class_of_two") == drawn
+    more = load_config(argv(home, "broken", "class_of_two", dataset__prior__num_images=NUM_IMAGES + 1))
+    with pytest.raises(ConfigError, match=r"dataset\.prior\.num_images: 6 -> 7: more class images are another order"):
+        describe(make_plan(more, is_described=True))
     train(argv(home, "broken", "class_of_two"))
     assert_equal(home / "whole", home / "broken")
     assert_draws(home / "broken" / "current_pipeline")
@@ -183,9 +186,12 @@ def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "subject", tmp_path / "class")
     config = load_config(argv(home, "own", str(tmp_path / "class")))
     assert missing_class_images(config) == [f"class_{number:06d}.png" for number in range(NUM_IMAGES - 3)]
-    (tmp_path / "class" / "drawn_from.json").write_text(json.dumps({"dataset.prior.prompt": "a cat"}))
-    with pytest.raises(ConfigError, match=r"were drawn in another way: dataset\.prior\.prompt was 'a cat', now"):
-        missing_class_images(config)
+    for key, value in (("dataset.prior.prompt", "a cat"), ("model.pretrained", "elsewhere")):
+        (tmp_path / "class" / "drawn_from.json").write_text(json.dumps({key: value}))
+        with pytest.raises(ConfigError, match=rf"were drawn in another way: {key} was '{value}', now"):
+            missing_class_images(config)
+    (tmp_path / "class" / "drawn_from.json").write_text(json.dumps({"dataset.prior.prompt": CLASS}))
+    assert missing_class_images(config)  # an older version did not write what the pictures were drawn by
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"sampling__every": "10"}, "sampling.prompts: is empty"),
         ({"model__lora__alpha": "2"}, "model.lora.alpha: is 2.0, but is only read with model.lora.rank, which is 0"),
         ({"model__lora__rank": "2", "model__train_text_encoder": "true"}, "model.train_text_encoder: model.lora.rank"),
+        ({"model__lora__rank": "2", "model__from_scratch": "true"}, "model.from_scratch: makes random weights"),
+        (
+            {"model__lora__rank": "2", "model__lora__merge": "false"}
+            | {"evaluation__every": "1000", "evaluation__inception": "x", "evaluation__path": "y"}
+            | {"experiment__save_every": "1000"},
+            "evaluation.every: draws from exported pipelines",
+        ),
         ({"model__lora__rank": "2", "ema__path": "someone/x", "model__use_ema": "true"}, "ema.path: is of whole"),
         (
             {"model__lora__rank": "2", "model__lora__base": "int8", "distributed__strategy": "fsdp"},

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sd_training.errors import ConfigError
 from sd_training.export.additions import SAMPLERS, make_sampler, samplers_for
-from sd_training.export.draw import _clean_latents, draw_images
+from sd_training.export.draw import _clean_latents, _decoded, draw_images
 from tests import makers
 
 PROMPTS = ["a red square", "a blue circle", "a big digit"]
@@ -58,6 +58,33 @@ def test_nothing_is_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
     assert random.getstate() == python_state and np.array_equal(np.random.get_state()[1], numpy_state[1])
     assert all(p.grad is None for p in pipeline.unet.parameters())
     assert "it/s" not in capfd.readouterr().err
+
+
+def test_the_decoder_is_spared_from_autocast_to_fp16() -> None:
+    """The reason is overflow in the decoder's activations; here its last layer's are made large."""
+    pipeline, seen = makers.tiny_pipeline(), []
+    pipeline.vae.decoder.conv_out.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    expected = draw(pipeline, [1], 1)[0]
+    with torch.no_grad():
+        pipeline.vae.decoder.conv_in.weight.mul_(1e6)
+        pipeline.vae.decoder.conv_in.bias.mul_(1e6)
+        large = draw(pipeline, [1], 1)[0]
+        with torch.autocast("cpu", dtype=torch.float16):
+            found = draw(pipeline, [1], 1, on_step=lambda *_: None)[0]
+            assert pipeline.vae.decode.__name__ == "decode" and "decode" not in vars(pipeline.vae)
+    assert set(seen) == {torch.float32}
+    assert np.abs(found.astype(int) - large.astype(int)).mean() < 2 and not np.array_equal(large, expected)
+
+
+def test_latents_with_a_mean_per_channel_are_decoded_as_the_pipeline_does() -> None:
+    pipeline = makers.tiny_pipeline()
+    pipeline.vae.register_to_config(latents_mean=[0.5, -0.5, 1.0, 0.0], latents_std=[2.0, 1.0, 0.5, 3.0])
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(pipeline.vae.config[key]).view(1, 4, 1, 1) for key in ("latents_mean", "latents_std"))
+    with torch.no_grad():
+        pixels = pipeline.vae.decode(latents * std / pipeline.vae.config.scaling_factor + mean).sample
+        picture = _decoded(pipeline, latents, None, None)[0]
+    assert np.array_equal(picture, pipeline.image_processor.postprocess(pixels, output_type="pil")[0])
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Files in the original layout: the published names and shapes, written once more by hand here; out and in again to the
 bit; trained from; and what cannot be written or read."""
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -345,3 +346,11 @@ def test_what_has_no_such_layout_is_refused_and_nothing_is_left(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"model\.single_file_config: is only known for stable_diffusion and sdxl"):
         load_family(model, ObjectiveConfig(), ConditioningConfig(), seed=0)
     assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"_class_name": "FlowMatchEulerDiscreteScheduler"}])
+def test_readers_of_such_a_file_could_not_sample_these(change: dict[str, str], tmp_path: Path) -> None:
+    settings = makers.save_tiny_pipeline(tmp_path / "pipeline") / "scheduler" / "scheduler_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
+    with pytest.raises(ConfigError, match=rf"scheduler: .*{next(iter(change.values()))}.*; readers of"):
+        write_single_file(tmp_path / "pipeline", tmp_path / "single.safetensors")
