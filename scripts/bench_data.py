@@ -48,7 +48,7 @@ from sd_training.models.family import latent_grid
 from sd_training.types import LatentGrid
 
 GRID = LatentGrid(4, 8)
-_LENGTH = "experiment.num_examples_to_see=1000000000"
+_LENGTH = ("experiment.num_examples_to_see=1000000000", "experiment.num_steps=null", "experiment.num_epochs=null")
 
 
 def make_shards(folder: Path, width: int, height: int, count: int) -> Path:
@@ -96,7 +96,7 @@ def cached_data(arguments: argparse.Namespace) -> TrainingData:
     from sd_training.build import data, dry_run
     from sd_training.build.plan import make_plan
 
-    own = [_LENGTH, f"system.batch_size={arguments.batch}", f"system.workers={arguments.workers}"]
+    own = [*_LENGTH, f"system.batch_size={arguments.batch}", f"system.workers={arguments.workers}"]
     plan = make_plan(load_config([*arguments.overrides, *own]), is_described=True)
     networks, family = dry_run.meta_networks(plan.config)
     cache = LatentCache(output_path(str(plan.config.dataset.cache.path)))
@@ -159,7 +159,7 @@ def report(seconds: dict[str, list[list[float]]], batch: int) -> list[str]:
 def dataset_of(arguments: argparse.Namespace, folder: Path) -> DatasetConfig:
     """The data of the config, or shards made for it."""
     if arguments.overrides:
-        return load_data_config([_LENGTH, *arguments.overrides]).dataset
+        return load_data_config([*arguments.overrides, *_LENGTH]).dataset
     width, height = map(int, arguments.size.split("x"))
     shards = make_shards(folder, width, height, arguments.samples)
     return DatasetConfig(params=DatasetParams(path=str(shards), resolution=arguments.resolution, index_dir=str(folder)))

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
-from sd_training.config.schema import Config
 from sd_training.errors import ConfigError, UserError
 from sd_training.log import is_main_process, quiet_libraries
 
@@ -76,16 +75,11 @@ def main() -> None:
 
 
 def _plan(words: list[str], steps: int, folder: Path, name: str) -> Plan:
-    """Of a run of 2 × `steps` optimizer steps; its length follows from the global batch of the command's own."""
-
-    def load(num_examples: int) -> Config:
-        more = [f"experiment.num_examples_to_see={num_examples}", f"experiment.save_every={steps}"]
-        more += [f"experiment.log_dir={folder}", f"experiment.name={name}", "dataset.params.num_examples_to_see=null"]
-        pictures = () if "model.train=vae" in words else _WITHOUT_PICTURES
-        return load_config([*words, *_WITHOUT_EXTRAS, *pictures, *more])
-
-    plan = make_plan(load(10**9))
-    return make_plan(load(2 * steps * plan.batch.global_batch))
+    """Of a run of 2 × `steps` optimizer steps."""
+    more = [f"experiment.num_steps={2 * steps}", "experiment.num_examples_to_see=null", "experiment.num_epochs=null"]
+    more += [f"experiment.log_dir={folder}", f"experiment.name={name}", "dataset.params.num_examples_to_see=null"]
+    pictures = () if "model.train=vae" in words else _WITHOUT_PICTURES
+    return make_plan(load_config([*words, *_WITHOUT_EXTRAS, *pictures, *more, f"experiment.save_every={steps}"]))
 
 
 def _train(plan: Plan) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -90,13 +91,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     config = read_config(arguments)
     quiet_libraries()
+    from sd_training.build.plan import run_length
     from sd_training.data.datamodule import TrainingData
     from sd_training.data.index.report import report_text
     from sd_training.data.samples.sample import DrawSettings
     from sd_training.types import LatentGrid
 
     batch, accumulation = config.system.batch_size, config.system.gradient_accumulation
-    plan = BatchPlan(batch, accumulation, arguments.processes, config.experiment.num_examples_to_see)
+    plan = BatchPlan(batch, accumulation, arguments.processes, num_examples=1)
+    plan = replace(plan, num_examples=run_length(config, plan.global_batch))
     is_run = plan.num_examples != _NO_RUN
     data = TrainingData(
         dataset=config.dataset,

@@ -140,7 +140,8 @@ def problems_with_run(text: str, config: Config) -> Iterator[str]:
     try:
         layout = find_layout(config.distributed, nodes * tasks, tasks)
         system, examples = config.system, config.experiment.num_examples_to_see
-        _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
+        if examples is not None:
+            _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
     except ConfigError as error:
         yield from error.problems
     cores = int(_directive(text, "cpus-per-task"))

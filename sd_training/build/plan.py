@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config, ExperimentConfig
 from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData, order_problem
+from sd_training.data.dataset import open_dataset
+from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import CheckpointError, ConfigError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import get_logger, is_main_process
@@ -117,9 +119,10 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         micro_batch=config.system.batch_size,
         accumulation=config.system.gradient_accumulation,
         processes=layout.mesh.data_ranks,
-        num_examples=config.experiment.num_examples_to_see,
+        num_examples=1,
         sharing=layout.mesh.tensor,
     )
+    batch = replace(batch, num_examples=run_length(config, batch.global_batch))
     if encoders and launch.devices % batch.sharing:
         raise ConfigError(
             f"distributed.encoders: a group of distributed.mesh.tensor={batch.sharing} must be on one machine, with "
@@ -131,6 +134,25 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         precision = "bf16"
     run_dir = output_path(config.experiment.log_dir) / config.experiment.name
     return Plan(config, launch, layout, batch, run_dir, precision)
+
+
+def run_length(config: Config, global_batch: int) -> int:
+    """Length of a run [samples over all processes]; for passes over the data, this opens the data.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    experiment, params = config.experiment, config.dataset.params
+    if experiment.num_steps is not None:
+        return experiment.num_steps * global_batch
+    if experiment.num_epochs is None:
+        assert experiment.num_examples_to_see is not None, "config/check.py requires one of the three"
+        return experiment.num_examples_to_see
+    captions_needed = config.model.train != "vae"
+    dataset = open_dataset(
+        config.dataset.type, params, params, training_sizes(params), global_batch, captions_needed=captions_needed
+    )
+    return round(experiment.num_epochs * len(dataset.selected))
 
 
 def _keeping_up(config: Config, launch: Launch) -> int:
@@ -185,7 +207,7 @@ class Start:
             return f"a new run: {self.run_dir} has no checkpoint{begun}"
         after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
         done = f"resumes from {self.source}, after {after}"
-        return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
+        return f"{done}; make it longer (experiment.num_examples_to_see) to train more" if self.is_done else done
 
     def changes(self) -> str:
         """The changed options, one per line; empty where none changed."""
@@ -260,7 +282,7 @@ def _new_start(plan: Plan) -> Start:
     problems = _state_problems(plan, folder, False, options)
     if step >= num_steps:
         length = f"the run has {counted(num_steps, 'optimizer step')}, and {folder} is after {step:,}"
-        problems.append(f"experiment.num_examples_to_see: {length}; raise it, or add data to experiment.reset")
+        problems.append(f"{options.length_option}: {length}; raise it, or add data to experiment.reset")
     if problems:
         raise ConfigError(problems)
     return Start(plan.run_dir, num_steps, step, origin=str(folder))

@@ -51,11 +51,11 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
     folder = output_path(prior.path)
     try:
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
-        drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else None
+        drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be read: {error}") from error
     asked = _drawn_from(config)
-    if others := [key for key, value in (drawn_from or {}).items() if asked.get(key, value) != value]:
+    if others := [key for key, value in drawn_from.items() if asked.get(key, value) != value]:
         now = "; ".join(f"{key} was {drawn_from[key]!r}, now {asked[key]!r}" for key in others)
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
     own = {name for name in there if _NAME.fullmatch(name)}

@@ -14,6 +14,7 @@ from sd_training.config.filters import parse_filters
 from sd_training.config.schema import (
     DENOISERS,
     FAMILY_PARTS,
+    LENGTHS,
     OPTIONAL_PARTS,
     SECTIONS,
     Config,
@@ -43,7 +44,7 @@ def check(config: Config) -> list[str]:
     for key in ("dataset.mix", "model.text_encoders"):
         for number, entry in enumerate(value_of(config, key)):
             found += unread(entry, f"{key}.{number}.")
-    for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _logging, _sharding):
+    for rules in (_length, _parts, _optimizer, _paths, _data, _model, _saves, _logging, _sharding):
         found += rules(config)
     if config.model.train == "denoiser":
         found += objective_problems(config.objective)  # and once more when a noise scheduler says what is null here
@@ -175,21 +176,43 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.name == "prodigy" and peak < 1e-2:
         yield f"{where}: is {peak:g}, but prodigy multiplies the rate that it finds by it; set it to 1"
     is_exact = model.mixed_precision == "bf16" and optimizer.stochastic_rounding
+    if optimizer.name == "prodigy" and optimizer.scale_lr != "none":
+        yield "optimizer.scale_lr: prodigy finds the rate of any batch itself; set it to none"
     if model.bf16_weights and model.train == "denoiser" and not is_exact:
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    """Warnings about the length of the run; how many processes there are is not known here."""
+    """Warnings about the length of the run."""
     params, rate = config.lr_scheduler.params, config.optimizer.params.learning_rate
     least_batch = config.system.batch_size * config.system.gradient_accumulation
-    steps, warmup = config.experiment.num_examples_to_see // least_batch, warmup_length(params, least_batch)
-    if warmup > steps:
+    steps, warmup = _most_steps(config), warmup_length(params, least_batch)
+    if steps is not None and warmup > steps:
         key = "warmup_length" if params.warmup_images is None else "warmup_images"
         yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
     if params.learning_rate not in (None, rate):
         own = f"lr_scheduler.params.learning_rate={params.learning_rate}"
         yield f"optimizer.params.learning_rate: {rate} is not used; {own} wins"
+
+
+def _length(config: Config) -> Iterator[str]:
+    experiment, dataset = config.experiment, config.dataset
+    given = [f"experiment.{name}" for name in LENGTHS if getattr(experiment, name) is not None]
+    if not given:
+        yield "experiment.num_examples_to_see: is required, or experiment.num_steps or experiment.num_epochs instead"
+    elif len(given) > 1:
+        yield f"{given[-1]}: the length of the run is given by {given[0]} as well; set one of them to null"
+    if experiment.num_epochs is not None and (dataset.mix or dataset.prior.path is not None):
+        key = "dataset.mix" if dataset.mix else "dataset.prior.path"
+        yield f"experiment.num_epochs: with {key} a pass over the data is not defined; use experiment.num_steps"
+
+
+def _most_steps(config: Config) -> int | None:
+    """Optimizer steps of the run with one process, more of which make it shorter; None: that depends on the data."""
+    experiment, system = config.experiment, config.system
+    if experiment.num_examples_to_see is None:
+        return experiment.num_steps
+    return experiment.num_examples_to_see // (system.batch_size * system.gradient_accumulation)
 
 
 def _paths(config: Config) -> Iterator[str]:
@@ -379,13 +402,10 @@ def _logging(config: Config) -> Iterator[str]:
     logging, strategy = config.logging, config.distributed.strategy
     if logging.profile_steps is not None:
         first, last = logging.profile_steps
-        # With one process; more of them make the run shorter.
-        steps = config.experiment.num_examples_to_see // (
-            config.system.batch_size * config.system.gradient_accumulation
-        )
+        steps = _most_steps(config)
         if first > last:
             yield f"logging.profile_steps: the first step, {first}, is after the last one, {last}; swap them"
-        elif last > steps:
+        elif steps is not None and last > steps:
             yield f"logging.profile_steps: {last} is beyond the end of the run, which has at most {steps:,} steps"
     if logging.gradient_norms and strategy.startswith("deepspeed"):
         yield f"logging.gradient_norms: {strategy} keeps the gradients itself; set it to false, or use fsdp"

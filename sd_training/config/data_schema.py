@@ -155,6 +155,9 @@ class SourceParams(OptionGroup):
         CaptionConfig()
     )
     """Choice of captions."""
+    max_samples: PositiveInt | None = None
+    """Of the samples that pass the filters, a fixed random choice of at most so many; a smaller choice is part of a
+    larger one [count]."""
     image_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the image file's bytes or path; null looks for usual names."""
     caption_column: Annotated[str | None, _COLUMNS] = None

@@ -286,17 +286,18 @@ def _words(schema: Mapping[str, Any]) -> list[Any]:
 
 _CLOSE = 0.6
 """Similarity (difflib ratio) from which two names count as close."""
-_LENGTH = "experiment.num_examples_to_see, which counts samples: "
 _NAMES: Mapping[str, str] = {
     "dataset.params.captions.prefix and dataset.params.captions.suffix": "template",
     "dataset.params.idx_to_prompt": "class_mapping",
     "optimizer.params.learning_rate": "lr",
+    "optimizer.scale_lr=linear": "scale_lr",
     "optimizer.params.beta1 and optimizer.params.beta2": "betas",
     "optimizer.params.weight_decay": "adam_weight_decay",
     "optimizer.max_grad_norm": "clip_grad_norm gradient_clip_val",
     "lr_scheduler.params.warmup_length": "lr_warmup_steps warmup_steps warmup",
-    _LENGTH + "epochs × samples of the data": "epochs num_epochs num_train_epochs max_train_epochs",
-    _LENGTH + "steps × images per optimizer step": "steps num_steps max_steps max_train_steps",
+    "experiment.num_epochs": "epochs num_train_epochs max_train_epochs",
+    "experiment.num_steps": "steps max_steps max_train_steps",
+    "dataset.params.max_samples": "max_train_samples",
     "experiment.seed": "seed",
     "experiment.log_dir": "output_dir logging_dir",
     "wandb.mode": "report_to",

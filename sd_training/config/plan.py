@@ -41,8 +41,8 @@ class BatchPlan:
         steps = self.num_examples // self.global_batch
         if steps == 0:
             raise ConfigError(
-                f"experiment.num_examples_to_see: is {self.num_examples:,}, less than one optimizer step of "
-                f"{self._product()}; raise it, or lower system.batch_size or system.gradient_accumulation"
+                f"experiment: a run of {counted(self.num_examples, 'image')} is less than one optimizer step of "
+                f"{self._product()}; make it longer, or lower system.batch_size or system.gradient_accumulation"
             )
         return steps
 

@@ -658,6 +658,10 @@ _FOLDER_NAME = text(
 )
 
 
+LENGTHS = ("num_examples_to_see", "num_steps", "num_epochs")
+"""Options of `experiment` of which one is given."""
+
+
 class ExperimentConfig(OptionGroup):
     """Where a run lives, how long it is, and what it leaves behind."""
 
@@ -669,8 +673,14 @@ class ExperimentConfig(OptionGroup):
     """Name of the run, its folder and its W&B run."""
     project: str = "sd_training"
     """W&B project."""
-    num_examples_to_see: PositiveInt
-    """Length of the run [samples over all processes]; optimizer steps = num_examples_to_see // global batch."""
+    num_examples_to_see: PositiveInt | None = None
+    """Length of the run [samples over all processes]; optimizer steps = num_examples_to_see // global batch. Required,
+    or `num_steps`, or `num_epochs`."""
+    num_steps: PositiveInt | None = None
+    """Length of the run [optimizer steps], instead of `num_examples_to_see`."""
+    num_epochs: Positive | None = None
+    """Length of the run [passes over the selected samples of `dataset.params`], instead of `num_examples_to_see`. Not
+    with `dataset.mix` or `dataset.prior`."""
     save_only_most_recent: bool = True
     """True: `current_pipeline/` is replaced at each save. False: every `pipelines/step_N/` is kept and
     `current_pipeline` points at the newest."""
@@ -703,6 +713,11 @@ class ExperimentConfig(OptionGroup):
     seed: Int = 0
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
 
+    @property
+    def length_option(self) -> str:
+        """Name of the option that gives the length of the run."""
+        return next(f"experiment.{name}" for name in LENGTHS if getattr(self, name) is not None)
+
 
 OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "muon"]
 ScheduleName = Literal[
@@ -717,8 +732,8 @@ class OptimizerParams(OptionGroup):
     """Hyper-parameters; those of AdamW are eq. 12 of Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
 
     learning_rate: NonNegative = 1e-4
-    """Peak learning rate [1/optimizer step]; not scaled by batch size or processes. `prodigy` finds the rate itself
-    and multiplies it by this: 1 is usual. `lion` wants about a third to a tenth of AdamW's."""
+    """Peak learning rate [1/optimizer step]; see `scale_lr`. `prodigy` finds the rate itself and multiplies it by this:
+    1 is usual. `lion` wants about a third to a tenth of AdamW's."""
     beta1: Annotated[BelowOne, _MOMENTUM] = 0.9
     """Decay of the gradient average [per optimizer step]."""
     beta2: Annotated[BelowOne, _MOMENTUM] = 0.98
@@ -743,6 +758,9 @@ class OptimizerConfig(OptionGroup):
     AdamW's learning rate, and leaves the rest to AdamW."""
     params: OptimizerParams = OptimizerParams()
     """Its hyper-parameters."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply all learning rates by the global batch, or by its square root: they are then rates of a batch of 1.
+    `linear` is `--scale_lr` of diffusers' scripts."""
     max_grad_norm: Positive | None = None
     """Clip the global L2 norm of the gradient, once per optimizer step; null: no clipping."""
     no_decay_on_norms_and_biases: bool = False

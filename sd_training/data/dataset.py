@@ -37,7 +37,7 @@ class OpenDataset:
     num_without_bucket: int
     """Samples that pass the filters but fit no bucket that is used, or whose size is not known."""
     num_over_limit: int
-    """Samples that pass the filters but are more than `tags.limit_images`."""
+    """Samples that pass the filters but are more than `max_samples`, or `tags.limit_images`."""
     reader: IndexedReader
     captioner: captions.Captioner
     all_captions: Callable[[int], list[str]]
@@ -66,7 +66,7 @@ class OpenDataset:
         joined = {merge.source: merge.target for merge in self.merges}
         while bucket in joined and bucket not in left_out:
             bucket = joined[bucket]
-        return f"too few samples in the bucket for {size}" if bucket in left_out else "tags.limit_images"
+        return f"too few samples in the bucket for {size}" if bucket in left_out else "max_samples or tags.limit_images"
 
 
 def open_dataset(
@@ -116,8 +116,10 @@ def open_dataset(
         index, rules, prompts, caption_rules, captions_needed=captions_needed, max_pixels=params.max_image_pixels
     )
     chosen = selection.selected
-    if kind == "TagFolder" and source_params.tags.limit_images is not None:
-        chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
+    limits = (source_params.max_samples, source_params.tags.limit_images if kind == "TagFolder" else None)
+    if any(limit is not None and limit < len(chosen) for limit in limits):
+        smallest = min(limit for limit in limits if limit is not None)
+        chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], smallest)]
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned != NO_BUCKET
     bucket_of, merges = merge_small(assigned[fits], table, batch_size)

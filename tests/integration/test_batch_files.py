@@ -308,7 +308,7 @@ def test_the_script_checks_the_run_as_well() -> None:
         ("trainer.devices=4", "trainer.devices: is 4, but 8 GPUs of a node train"),
         ("gpus_per_node=2 distributed.encoders=2", "distributed.encoders: 2 of the GPUs of a node leave none to train"),
         ("nodes=3 trainer.num_nodes=4", "trainer.num_nodes: is 4, but nodes is 3"),
-        ("experiment.num_examples_to_see=10", "num_examples_to_see: is 10, less than one optimizer step"),
+        ("experiment.num_examples_to_see=10", "experiment: a run of 10 images is less than one optimizer step"),
         ("cpus_per_gpu=4 system.workers=4", "system.workers: 4 loader processes .* give at most 3"),
         ("wandb.api_key=abcdefgh12345678", "wandb.api_key: would stand in the batch file"),
     ],

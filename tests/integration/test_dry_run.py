@@ -60,7 +60,7 @@ def test_the_facts_of_a_run_on_a_small_folder(pipeline_dir: Path, folder: Path, 
     doubts = text.partition("probably not meant:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split(":")[0] for line in doubts] == [
         "  - dataset.params.resolution",
-        "  - experiment.num_examples_to_see",
+        "  - the length of the run",
         "  - captions",
         "  - objective.prediction_type",
     ]

@@ -69,7 +69,7 @@ class DatasetReport:
             )
         if self.of_run and self.epochs > _MANY_EPOCHS and self.num_selected < _SMALL_SET:
             found.append(
-                f"experiment.num_examples_to_see: {counted(self.num_selected, 'sample')} {self.epochs:,.0f} times "
+                f"the length of the run: {counted(self.num_selected, 'sample')} {self.epochs:,.0f} times "
                 "each; a model memorises a small set that is repeated so often. Give more data or a shorter run"
             )
         return found
@@ -86,7 +86,8 @@ class DatasetReport:
             why = "too small, of unknown size, or see below" if dataset.merges else "too small, or of unknown size"
             yield f"  without a bucket ({why}): {counted(dataset.num_without_bucket, 'sample')}"
         if dataset.num_over_limit:
-            yield f"  left out by dataset.params.tags.limit_images: {counted(dataset.num_over_limit, 'sample')}"
+            over = counted(dataset.num_over_limit, "sample")
+            yield f"  left out by dataset.params.max_samples or tags.limit_images: {over}"
         if filters or self.num_selected < selection.num_usable:
             yield f"  left: {samples}"
         if len(table.sizes) > 1:

@@ -5,6 +5,7 @@ of all shards are joined into one Arrow file that every process of a machine map
 the page cache, so ten loader processes hold an index of a million samples once.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -64,6 +65,10 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
         return _kept(path, partial(_read, path, wanted), partial(_build, source, shard, path))
 
     def join() -> None:
+        with _one_at_a_time(joined):
+            make()
+
+    def make() -> None:
         missing = [(shard, path) for shard, path in zip(shards, paths, strict=True) if not path.exists()]
         if len(missing) > FEW_SHARDS:
             # Reading headers holds the interpreter lock, so processes; fresh ones, because this one may run threads.
@@ -87,6 +92,19 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
             f"the data cannot be indexed: {error}; dataset.params.index_dir must be a writable folder "
             f"(now '{folder}') and the data readable"
         ) from error
+
+
+@contextmanager
+def _one_at_a_time(joined: Path) -> Iterator[None]:
+    """Processes that begin together index every shard once; where files cannot be locked, each of them does."""
+    lock = joined.with_suffix(".lock")
+    with lock.open("a") as handle:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _kept(path: Path, read: Callable[[], T], make: Callable[[], None]) -> T:

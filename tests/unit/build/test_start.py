@@ -1,13 +1,17 @@
 """How a run ends that cannot begin. Whole runs are in tests/integration."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sd_training.build.models import optimization
 from sd_training.build.plan import Start, make_plan
 from sd_training.checkpoint.mirror import AT_START, Mirror
 from sd_training.config.load import load_config
 from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, ConfigError, UserError
+from tests import makers
+from tests.integration.training import options
 
 
 @pytest.mark.parametrize(
@@ -29,8 +33,35 @@ def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -
 
 def test_a_run_that_has_done_more_than_its_options_ask_for_says_so(tmp_path: Path) -> None:
     done = Start(tmp_path, num_steps=2, step=8, source="step=8").sentence()
-    assert done.startswith("resumes from step=8, after 8 of 2 optimizer steps; raise ")
+    assert done.startswith("resumes from step=8, after 8 of 2 optimizer steps; make it longer ")
     assert "after 1 of 1 optimizer step;" in Start(tmp_path, num_steps=1, step=1, source="step=1").sentence()
+
+
+@pytest.mark.parametrize(
+    ("length", "num_steps"),
+    [
+        ({"experiment__num_steps": 7}, 7),
+        ({"experiment__num_epochs": 2}, 6),  # of 24 samples, 8 in a step
+        ({"experiment__num_epochs": 0.5}, 1),
+        ({"experiment__num_epochs": 2, "dataset__params__max_samples": 16}, 4),
+        ({"experiment__num_epochs": 1, "dataset__params__filters": "{original_width: '<48'}"}, 1),
+    ],
+)
+def test_lengths_in_steps_and_epochs(length: dict[str, Any], num_steps: int, tmp_path: Path) -> None:
+    shards = makers.caption_shards(tmp_path / "data", shards=3, per_shard=8)
+    own = {"experiment__num_examples_to_see": "null", "dataset__params__index_dir": tmp_path / "index", **length}
+    plan = make_plan(load_config(options(tmp_path / "run", Path("someone/pipeline"), shards, **own)))
+    assert plan.batch.num_steps == num_steps
+    assert plan.config.experiment.length_option == f"experiment.{next(iter(length)).removeprefix('experiment__')}"
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("none", 1), ("linear", 32), ("sqrt", 32**0.5)])
+def test_learning_rates_by_the_global_batch(scale: str, factor: float, tmp_path: Path) -> None:
+    own = {"optimizer__scale_lr": scale, "optimizer__rates_by_part": "{denoiser: 1e-5}", "dataset__type": "Synthetic"}
+    own |= {"system__gradient_accumulation": 4, "dataset__params__path": "''"}
+    plan = optimization(make_plan(load_config(options(tmp_path / "run", Path("someone/pipeline"), tmp_path, **own))))
+    assert plan.learning_rate == pytest.approx(0.001 * factor, rel=1e-12)
+    assert plan.config.rates_by_part == {"denoiser": pytest.approx(1e-5 * factor, rel=1e-12)}
 
 
 def test_an_average_on_cuda_is_refused_on_the_cpu(tmp_path: Path) -> None:

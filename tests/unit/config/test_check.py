@@ -52,6 +52,17 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             {"dataset__params__batch_size": "64", "system__batch_size": "32"},
             "dataset.params.batch_size: is 64, but system.batch_size is 32; remove dataset.params.batch_size",
         ),
+        ({"experiment__num_examples_to_see": "null"}, "experiment.num_examples_to_see: is required, or experiment.num"),
+        ({"experiment__num_steps": "7"}, "experiment.num_steps: the length of the run is given by experiment.num_exam"),
+        (
+            {"experiment__num_epochs": "2", "experiment__num_examples_to_see": "null"}
+            | {"dataset__mix": "[{params: {path: x}}]"},
+            "experiment.num_epochs: with dataset.mix a pass over the data is not defined",
+        ),
+        (
+            {"optimizer__name": "prodigy", "optimizer__params__learning_rate": "1", "optimizer__scale_lr": "sqrt"},
+            "optimizer.scale_lr: prodigy finds",
+        ),
         ({"dataset__params__num_examples_to_see": "7"}, "dataset.params.num_examples_to_see"),
         ({"dataset__params__filters__a": "open('x')"}, "dataset.params.filters.a"),
         ({"sampling__every": "10"}, "sampling.prompts: is empty"),

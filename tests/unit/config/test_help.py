@@ -82,11 +82,8 @@ def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
         ("sampling.steps=20", "did you mean sampling.num_inference_steps?"),
         ("batch_size=4", "did you mean system.batch_size?"),
         ("seed=3", "did you mean experiment.seed?"),
-        (
-            "epochs=4",
-            "did you mean experiment.num_examples_to_see, which counts samples: epochs × samples of the data?",
-        ),
-        ("max_train_steps=4", "did you mean experiment.num_examples_to_see, which counts samples: steps × images"),
+        ("epochs=4", "did you mean experiment.num_epochs?"),
+        ("max_train_steps=4", "did you mean experiment.num_steps?"),
         ("output_dir=x", "did you mean experiment.log_dir?"),
         ("gradient_accumulation_steps=2", "did you mean system.gradient_accumulation?"),
         ("model.mixed_precision=bfloat16", "allowed: no, bf16 or fp16; did you mean bf16?"),

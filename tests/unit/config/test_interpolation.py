@@ -22,9 +22,9 @@ def test_interpolation_to_an_unknown_option() -> None:
 
 
 def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() -> None:
-    argv = [item for item in BASE if "num_examples" not in item]
-    line = only(*argv, "dataset.params.num_examples_to_see=${experiment.num_examples_to_see}")
-    assert line.startswith("experiment.num_examples_to_see: is required (a whole number of at least 1)")
+    argv = [item for item in BASE if "experiment.name" not in item]
+    line = only(*argv, "wandb.entity=${experiment.name}")
+    assert line.startswith("experiment.name: is required (a text that can name a folder")
 
 
 def test_a_required_option_taken_from_a_missing_value() -> None:
@@ -33,10 +33,10 @@ def test_a_required_option_taken_from_a_missing_value() -> None:
     assert line.startswith("experiment.log_dir: is ${wandb.entity2}: Interpolation key")
     line = only(*argv, "experiment.log_dir=${SCRATCH}/runs")
     assert line.endswith("only ${another.option} is read, nothing from outside the files")
-    report = problems(*argv[:1], *argv[2:], "experiment.log_dir=a/${experiment.num_examples_to_see}")
+    report = problems(*[item for item in argv if "name" not in item], "experiment.log_dir=a/${experiment.name}")
     assert [line.partition(" (")[0] for line in report] == [
         "experiment.log_dir: is required",
-        "experiment.num_examples_to_see: is required",
+        "experiment.name: is required",
     ]
 
 

@@ -27,7 +27,7 @@ def test_only_whole_steps_count(examples: int, steps: int) -> None:
 
 
 def test_less_than_one_step_is_an_error_that_names_the_options() -> None:
-    with pytest.raises(ConfigError, match=r"experiment\.num_examples_to_see: is 255, .* 4 processes = 256 images"):
+    with pytest.raises(ConfigError, match=r"experiment: a run of 255 images is less .* 4 processes = 256 images"):
         BatchPlan(32, 2, 4, 255).sentence()
 
 

@@ -106,6 +106,10 @@ def test_limited_tag_folders_say_so(tmp_path: Path) -> None:
         (tmp_path / "metadata" / f"{number}.json").write_text(json.dumps(record))
     data = training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4))
     text = report_text(data.report())
-    assert "left out by dataset.params.tags.limit_images: 4 samples" in text
+    assert "left out by dataset.params.max_samples or tags.limit_images: 4 samples" in text
     assert "left: 4 samples" in text
-    assert sorted(data.datasets[0].exclusion(n, data.table) for n in range(8)) == [""] * 4 + ["tags.limit_images"] * 4
+    reasons = sorted(data.datasets[0].exclusion(n, data.table) for n in range(8))
+    assert reasons == [""] * 4 + ["max_samples or tags.limit_images"] * 4
+    fewer = training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4), max_samples=3, resampled=True)
+    assert {*fewer.datasets[0].selected} < {*data.datasets[0].selected} and len(fewer.datasets[0].selected) == 3
+    assert len(training_data(tmp_path, kind="TagFolder", max_samples=9).datasets[0].selected) == 8

@@ -4,8 +4,9 @@ import pickle
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -127,6 +128,19 @@ def test_two_jobs_may_build_at_once(shards: list[Path], tmp_path: Path) -> None:
         first, second = [job.result().fingerprint for job in jobs]
     assert first == second
     assert sorted(path.suffix for path in (tmp_path / "index").iterdir()) == [".arrow"] + [".parquet"] * 3
+
+
+def test_jobs_that_begin_together_scan_a_shard_once(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, build, built = Barrier(3), index_module._build, []
+    monkeypatch.setattr(index_module, "_build", lambda *job: (built.append(job[2].name), build(*job)))
+
+    def job(_: int) -> str:
+        begin.wait()
+        return tar_index(shards).fingerprint
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len({*threads.map(job, range(3))}) == 1
+    assert len(built) == len({*built}) == 3
 
 
 def test_image_sizes_and_blocks(tmp_path: Path) -> None:
