@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from sd_training.config.schema import (
@@ -94,6 +95,8 @@ class Family(ABC):
     """Axis of the heads where queries and keys are normed."""
     tensor_mlps: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     """MLPs of a block that tensor parallelism shards: matrices into the hidden width, and the one out of it."""
+    levels_differ: ClassVar[bool] = False
+    """Whether blocks differ in their number of heads: attention whose heads cannot be divided then stays whole."""
 
     def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, settings: Index | None = None) -> None:
         self.parts, self.schedulers, self.settings = dict(parts), schedulers, dict(settings or {})
@@ -340,6 +343,8 @@ class Family(ABC):
         plan: dict[str, ParallelStyle] = {}
         for name in (name for name in self.tensor_attention if name in modules):
             if (heads := modules[name].heads) % size:
+                if self.levels_differ:
+                    continue
                 raise ConfigError(f"distributed.mesh.tensor: {size} does not divide the {heads} attention heads")
             modules[name].heads = heads // size
             plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in _ATTENTION_IN}
@@ -347,7 +352,11 @@ class Family(ABC):
             norm = SequenceParallel(sequence_dim=self.head_axis, use_local_output=True)
             plan |= {f"{name}.{own}": norm for own in _NORMS}
         for into, out in self.tensor_mlps:
-            plan |= {name: ColwiseParallel() for name in into} | {out: RowwiseParallel()}
+            # Its output is halved into values and gates, so that it has to be whole.
+            is_gated = type(modules.get(into[0].rpartition(".")[0])).__name__ == "GEGLU"
+            between = Replicate() if is_gated else None
+            plan |= {name: ColwiseParallel(output_layouts=between) for name in into}
+            plan[out] = RowwiseParallel(input_layouts=between)
         return {name: style for name, style in plan.items() if name in modules}
 
 

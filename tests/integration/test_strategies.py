@@ -71,7 +71,7 @@ def test_memory_is_cut_as_the_strategy_says(rows: dict[str, Row], tmp_path: Path
 @pytest.mark.parametrize(
     ("axes", "families"),
     [
-        (["tensor=2"], ["sd3", "pixart", "flux", "mmdit_rope"]),
+        (["tensor=2"], ["sd3", "pixart", "flux", "mmdit_rope", "stable_diffusion", "sdxl"]),
         # Of diffusers and of this project; FLUX has blocks that are cut and blocks that stay whole.
         (["tensor=2", "compile=aot_eager"], ["flux", "mmdit_rope"]),
         (["fsdp=2"], ["sd3", "pixart", "flux", "mmdit_rope", "sdxl"]),
@@ -155,12 +155,16 @@ def test_what_the_other_tests_leave_out_of_cut_weights(pipeline_dir: Path, shard
 
 @pytest.mark.parametrize(
     "engine",
-    [["distributed.mesh.tensor=2", "system.batch_size=8"], ["distributed.strategy=deepspeed_2", "system.batch_size=4"]],
+    [
+        ["sdxl", "distributed.mesh.tensor=2", "system.batch_size=8"],
+        ["sd3", "distributed.strategy=deepspeed_2", "system.batch_size=4"],
+    ],
     ids=["tensor", "deepspeed"],
 )
 def test_bf16_of_other_engines(engine: list[str], shards_dir: Path, tmp_path: Path) -> None:
     """Against bf16 of one process; rounding differs where partial sums are added up."""
-    pipeline = save_pipeline("sd3", tmp_path / "pipeline")
+    family, *engine = engine
+    pipeline = save_pipeline(family, tmp_path / "pipeline")
     changes = {"experiment__num_examples_to_see": 48, "model__mixed_precision": "bf16", "trainer__accelerator": "cpu"}
     train_in_processes([*options(tmp_path / "cut", pipeline, shards_dir, **changes), *engine], 2)
     train(options(tmp_path / "single", pipeline, shards_dir, **changes))

@@ -26,6 +26,9 @@ class StableDiffusion(Family):
     predictions = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     text_width = "cross_attention_dim"
+    tensor_attention = ("attn1", "attn2")
+    tensor_mlps = ((("ff.net.0.proj",), "ff.net.2"),)
+    levels_differ = True
     absent_settings: ClassVar[tuple[str, ...]] = ("addition_embed_type", "class_embed_type", "num_class_embeds")
     """Settings for conditioning that the family has not."""
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}

@@ -12,6 +12,7 @@ from sd_training.errors import ConfigError
 from sd_training.models.families import FAMILIES, load_family
 from sd_training.models.family import Family
 from tests.family_makers import PIPELINES, save_pipeline
+from tests.tiny_parts import UNET_PARAMS, save_tiny_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +236,19 @@ def test_what_listed_text_encoders_cannot_give_is_named(
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=said):
         load(ModelConfig(pretrained=str(folder)))
+
+
+def test_levels_of_a_unet_are_cut_where_their_heads_can_be_divided(tmp_path: Path) -> None:
+    """Stable Diffusion 2 has 5, 10, 20 and 20 heads."""
+    unet = {**UNET_PARAMS, "attention_head_dim": [1, 2], "block_out_channels": [16, 16]}
+    family, cut = load(ModelConfig(pretrained=str(save_tiny_pipeline(tmp_path, unet=unet)))), set()
+    for block in family.blocks():
+        heads = [module.heads for name, module in block.named_modules() if name in ("attn1", "attn2")]
+        plan = family.tensor_plan(block, 2)
+        assert ("ff.net.0.proj" in plan) == bool(heads)
+        assert ("attn1.to_q" in plan) == ("attn2.to_out.0" in plan) == (heads == [2, 2])
+        cut.add(tuple(heads))
+        assert [module.heads for name, module in block.named_modules() if name in ("attn1", "attn2")] == [1] * len(
+            heads
+        )
+    assert cut == {(), (1, 1), (2, 2)}
