@@ -248,7 +248,8 @@ def test_levels_of_a_unet_are_cut_where_their_heads_can_be_divided(tmp_path: Pat
         assert ("ff.net.0.proj" in plan) == bool(heads)
         assert ("attn1.to_q" in plan) == ("attn2.to_out.0" in plan) == (heads == [2, 2])
         cut.add(tuple(heads))
-        assert [module.heads for name, module in block.named_modules() if name in ("attn1", "attn2")] == [1] * len(
+        attention = [module for name, module in block.named_modules() if name in ("attn1", "attn2")]
+        assert [module.heads for module in attention] == [1] * len(heads)
             heads
         )
     assert cut == {(), (1, 1), (2, 2)}
