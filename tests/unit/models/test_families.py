@@ -250,6 +250,4 @@ def test_levels_of_a_unet_are_cut_where_their_heads_can_be_divided(tmp_path: Pat
         cut.add(tuple(heads))
         attention = [module for name, module in block.named_modules() if name in ("attn1", "attn2")]
         assert [module.heads for module in attention] == [1] * len(heads)
-            heads
-        )
     assert cut == {(), (1, 1), (2, 2)}
