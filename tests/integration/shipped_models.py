@@ -13,7 +13,14 @@ from tests.integration.training import ROOT
 MODELS = ("sd14", "sd15", "sd2_base", "sd21_v", "sdxl_base", "sd3_medium", "pixart_sigma", "flux", "mmdit_rope")
 FROM_SCRATCH = {"imagenet": "sd15", "sd2_base_stage1": "sd2_base", "sd3_stage1": "sd3_medium"}
 """Template → the model that it trains from random weights."""
-CONTINUED = ("sd2_base_stage2", "sd3_stage2", "sd3_stage3", "sdxl_multi_aspect")
+CONTINUED = (
+    "mmdit_rope_stage2",
+    "mmdit_rope_stage3",
+    "sd2_base_stage2",
+    "sd3_stage2",
+    "sd3_stage3",
+    "sdxl_multi_aspect",
+)
 """Templates that go on from a pipeline."""
 FINETUNED = ("dreambooth_full", "dreambooth_lora", "lora_flux", "lora_sdxl")
 """Templates with data of their own kind; they have tests of their own."""
