@@ -133,8 +133,8 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
 
 
 def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> None:
-    """DDP and FSDP2 give the losses and weights of one process, and DDP resumes to the bit. The discriminator is
-    compared by its loss: Adam moves weights whose gradients are rounding noise as far as any other."""
+    """DDP and FSDP2 give the losses and weights of one process, and resume to the bit after SIGKILL. The discriminator
+    is compared by its loss: Adam moves weights whose gradients are rounding noise as far as any other."""
     rates = {"optimizer__params__learning_rate": 3e-4, "optimizer__rates_by_part": "{discriminator: 3e-4}"}
     common = AGAINST | rates  # so low that differences of rounding stay small
     train(argv_of(tmp_path / "single", photographs, 16, **common))
@@ -163,8 +163,7 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
         ]
         assert logged[0] == pytest.approx(logged[1], rel=1e-3)
         AutoencoderKL.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
-        if strategy == "ddp":
-            assert_resumes_to_the_bit(run_dir, 16, argv, processes=2)
+        assert_resumes_to_the_bit(run_dir, 16, argv, processes=2)
 
 
 @pytest.mark.parametrize(

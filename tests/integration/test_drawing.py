@@ -1,6 +1,7 @@
 """What scripts/generate_examples.py draws with adapters, few-step models, ControlNets and images, against diffusers
 called by hand."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from scripts import generate_examples
 from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
 from tests.family_makers import save_pipeline
-from tests.integration.commands import fails
+from tests.faults.fork_server import shared_server
+from tests.faults.tiny_run import TORCHRUN
+from tests.integration.commands import ROOT, fails
 from tests.integration.test_generate_examples import draw
 
 PROMPTS = ["a red square", "a blue circle"]
@@ -139,36 +142,35 @@ def test_a_controlnet_with_images_of_other_sizes(pipeline_dir: Path, tmp_path: P
         assert not np.array_equal(found, by_hand(hand, i, image=sized, controlnet_conditioning_scale=0.0, **SIZE))
 
 
-def test_controlnets_and_initial_images_of_a_table(tmp_path: Path) -> None:
-    """Two pictures at once, in the size of their images."""
+def test_controlnets_initial_images_and_adapters_on_two_processes(tmp_path: Path) -> None:
+    """In the size of their images; each process draws one of the two."""
     folder = save_pipeline("sdxl", tmp_path / "pipeline")
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(folder)
     nets = [save_controlnet(pipeline, tmp_path / f"net{i}", i) for i in (1, 2)]
+    lora = save_lora(diffusers.StableDiffusionXLPipeline.from_pretrained(folder), tmp_path / "lora", 1)
     columns = [save_images(tmp_path / name, 2, (32, 16)) for name in ("begin", "edges", "depth")]
     rows = [f"{p},begin/00000{i}.png,edges/00000{i}.png,depth/00000{i}.png" for i, p in enumerate(PROMPTS)]
     table = tmp_path / "prompts.csv"
     table.write_text("\n".join(["prompt,init_image,control_image,control_image_2", *rows]))
-    words = [w for net in nets for w in ("--controlnet", f"{net}:0.5")]
-    argv = [
-        "--pipeline",
-        folder,
-        "--prompts",
-        table,
-        "--out",
-        tmp_path / "out",
-        "--steps",
-        "4",
-        "--strength",
-        "0.5",
-        *words,
-    ]
-    generate_examples.main([str(word) for word in argv])
+    words = [ROOT / "scripts/generate_examples.py", "--pipeline", folder, "--prompts", table, "--out", tmp_path / "out"]
+    words += ["--steps", "4", "--strength", "0.5", "--batch-size", "1", "--device", "cpu", "--lora", lora]
+    words += [w for net in nets for w in ("--controlnet", f"{net}:0.5")]
+    command = ["--standalone", "--nproc_per_node", "2", *map(str, words)]
+    log = tmp_path / "log.txt"
+    assert shared_server().start(TORCHRUN, command, log, os.environ).wait(300) == 0, log.read_text()
     made = [ControlNetModel.from_pretrained(net) for net in nets]
     hand = diffusers.StableDiffusionXLControlNetImg2ImgPipeline.from_pipe(pipeline, controlnet=made)
-    for i, (begin, *control) in enumerate(zip(*columns, strict=True)):
-        options = {"image": begin, "control_image": control, "strength": 0.5, "num_inference_steps": 4}
-        found = by_hand(hand, i, **options, controlnet_conditioning_scale=[0.5, 0.5], height=16, width=32)
-        assert np.abs(drawn(tmp_path / "out", i).astype(int) - found.astype(int)).max() <= 1
+    pictures = {}
+    for weights in (None, lora):
+        if weights is not None:
+            hand.load_lora_weights(str(weights.parent), weight_name=weights.name)
+        for i, (begin, *control) in enumerate(zip(*columns, strict=True)):
+            options = {"image": begin, "control_image": control, "strength": 0.5, "num_inference_steps": 4}
+            options |= {"controlnet_conditioning_scale": [0.5, 0.5], "height": 16, "width": 32}
+            pictures[i, weights] = by_hand(hand, i, **options)
+    for i in range(2):
+        assert np.abs(drawn(tmp_path / "out", i).astype(int) - pictures[i, lora].astype(int)).max() <= 1
+        assert np.abs(pictures[i, lora].astype(int) - pictures[i, None].astype(int)).max() > 5
 
 
 @pytest.mark.parametrize("family", ["stable_diffusion", "sdxl", "sd3", "flux"])

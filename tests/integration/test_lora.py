@@ -129,9 +129,10 @@ def narrow(shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     ("processes", "own"),
     [
         (4, {"distributed__mesh__data": 2, "distributed__mesh__fsdp": 2, "distributed__encoders": 1}),
-        (2, {"distributed__strategy": "deepspeed_2"}),
+        (2, {"distributed__strategy": "fsdp"}),
+        (2, {"distributed__strategy": "deepspeed_3"}),
     ],
-    ids=["hsdp", "deepspeed_2"],
+    ids=["hsdp", "fsdp", "deepspeed_3"],
 )
 def test_sharded_runs_train_the_same_adapters(
     processes: int, own: dict[str, Any], narrow: tuple[Path, Path, dict[str, Any]], shards_dir: Path, tmp_path: Path
