@@ -30,7 +30,7 @@ from sd_training.checkpoint.folder import (
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import CONFIG, Change, changed_options, refused_changes
-from sd_training.config.fields import options, value_of
+from sd_training.config.fields import is_below, options, value_of
 from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config, ExperimentConfig
 from sd_training.config.value_types import output_path
@@ -46,6 +46,9 @@ from sd_training.training import changed_requirements
 from sd_training.watchdog import FirstFailure
 
 log = get_logger(__name__)
+
+_BASE = ("model.pretrained", "model.revision", "model.unet.pretrained", "model.transformer.pretrained")
+"""Options that choose the weights beside which adapters are trained."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,11 @@ def _new_start(plan: Plan) -> Start:
         problems.append(f"{options.length_option}: {length}; raise it, or add data to experiment.reset")
     if problems:
         raise ConfigError(problems)
+    if plan.config.model.lora.rank:  # the checkpoint holds adapters alone
+        others = [change for change in changed_options(_options_of(folder), plan.config) if is_below(change.key, _BASE)]
+        if others:
+            said = "; ".join(change.sentence() for change in others)
+            log.warning(f"experiment.start_from: its adapters were trained beside other frozen weights: {said}")
     return Start(plan.run_dir, num_steps, step, origin=str(folder))
 
 
@@ -295,12 +303,16 @@ def _changes(plan: Plan, checkpoint: Path | None) -> tuple[list[Change], list[st
     try:
         previous = (plan.run_dir / CONFIG).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        # Where the checkpoint cannot be read either, an older one is looked for when it is loaded.
-        with suppress(CheckpointError, LookupError, TypeError):
-            if checkpoint is not None:
-                previous = str(open_checkpoint(checkpoint).state["callbacks"][RunRecord.__name__][CONFIG])
+        previous = _options_of(checkpoint) if checkpoint is not None else ""
     changed = changed_options(previous, plan.config)
     return changed, refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
+
+
+def _options_of(checkpoint: Path) -> str:
+    """The configuration in a checkpoint; empty where it cannot be read, which is said when it is loaded."""
+    with suppress(CheckpointError, LookupError, TypeError):
+        return str(open_checkpoint(checkpoint).state["callbacks"][RunRecord.__name__][CONFIG])
+    return ""
 
 
 def _state_problems(plan: Plan, folder: Path, is_refused: bool, begun: ExperimentConfig | None = None) -> list[str]:

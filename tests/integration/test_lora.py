@@ -1,6 +1,7 @@
 """Runs that train adapters: what they save, that they continue to the bit, and that diffusers draws with the result."""
 
 import csv
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from scripts import cache_latents, compare_checkpoints
+from sd_training.build.plan import find_start, make_plan
+from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -83,6 +86,18 @@ def test_adapters_are_compared(whole: Path, capsys: pytest.CaptureFixture[str]) 
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     (mean,) = [words for words in printed if words[0] == "all"]
     assert [float(number) for number in mean[1:3]] == pytest.approx(means[-2:], rel=1e-4)
+
+
+def test_beside_other_frozen_weights_a_warning_names_them(
+    whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(pipeline, tmp_path / "other")
+    for folder, said in ((pipeline, False), (tmp_path / "other", True)):
+        caplog.clear()
+        argv = options(tmp_path / "new", folder, shards_dir, **LORA, experiment__start_from=whole)
+        assert find_start(make_plan(load_config([*argv, "experiment.num_examples_to_see=64"])), None).step == 6
+        line = f'were trained beside other frozen weights: model.pretrained was "{pipeline}", now "{folder}"'
+        assert (line in caplog.text) == said
 
 
 def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
