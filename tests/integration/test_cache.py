@@ -296,16 +296,17 @@ def test_random_crops_and_online_text(sd2: Home, monkeypatch: pytest.MonkeyPatch
         (2, {"distributed__strategy": "fsdp"}),
         (2, {"distributed__strategy": "deepspeed_2"}),
         (4, {"distributed__mesh__data": 2, "distributed__mesh__fsdp": 2}),
+        (2, {"distributed__mesh__tensor": 2}),
     ],
-    ids=["ddp", "fsdp", "deepspeed_2", "hsdp"],
+    ids=["ddp", "fsdp", "deepspeed_2", "hsdp", "tensor"],
 )
 def test_several_processes(sd2: Home, processes: int, own: dict[str, Any]) -> None:
     """Also with loader processes of builder and run; what they read does not depend on the strategy."""
-    name = f"{processes}_{own.get('distributed__strategy', 'hsdp')}"
+    name = f"{processes}_{own.get('distributed__strategy', 'mesh')}"
     words = [f"out={(cache := sd2.folder / 'several')}", "dtype=fp32", f"processes={processes}"]
     if not cache.exists():  # one for all of them
         train_in_processes([*sd2.argv("unused", system__batch_size=4, **own), *words], 2, "scripts.cache_latents")
-    own = {**own, "system__batch_size": 8 // processes}
+    own = {**own, "system__batch_size": 8 if "distributed__mesh__tensor" in own else 8 // processes}
     for run, more in (("online", {"system__workers": 0}), ("cached", {"dataset__cache__path": cache})):
         train_in_processes(sd2.argv(f"{run}_{name}", **{**own, **more}), processes)
     assert_equal(sd2.folder / f"online_{name}", sd2.folder / f"cached_{name}")
