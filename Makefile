@@ -63,7 +63,7 @@ format: env
 	$(BIN)/ruff format .
 
 docs: env
-	$(BIN)/python scripts/config_docs.py
+	$(BIN)/python -m tests.config_docs
 
 # In an environment of its own: an auditor that brought packages into the one it audits would change it.
 audit:

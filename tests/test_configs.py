@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.config_docs import DESTINATION, ROOT, render
 from sd_training.config.changes import to_plain
 from sd_training.config.check import warnings
 from sd_training.config.fields import options
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
+from tests.config_docs import DESTINATION, ROOT, render
 
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 IDS = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
@@ -130,7 +130,7 @@ def test_every_hub_id_in_a_text_is_one_that_a_config_loads() -> None:
 
 
 def test_key_reference_is_fresh() -> None:
-    assert DESTINATION.read_text(encoding="utf-8") == render(), "run: python scripts/config_docs.py"
+    assert DESTINATION.read_text(encoding="utf-8") == render(), "run: python -m tests.config_docs"
 
 
 def test_key_reference_has_whole_tables() -> None:

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/config.md from the schema, below what is written by hand: `python scripts/config_docs.py`;
-`--check` says whether they are fresh."""
+"""Writes the tables of docs/config.md from the schema, below what is written by hand:
+`python -m tests.config_docs`; `--check` says whether they are fresh."""
 
 import argparse
 import json
@@ -7,18 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # A script's own folder is on the path, the project's is not.
-
 from sd_training.config.fields import Option, either, groups, options
 from sd_training.config.schema import PartConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 DESTINATION = ROOT / "docs" / "config.md"
 
 _MARK = "\n## Groups\n"
 """Above it the page is written by hand."""
 _NOTE = """\
-From here on written by `python scripts/config_docs.py` from the schemas in `sd_training/config`; a test keeps it fresh.
+From here on written by `python -m tests.config_docs` from the schemas in `sd_training/config`; a test keeps it fresh.
 
 | group | what it holds |
 |---|---|"""
@@ -70,7 +68,7 @@ def main() -> None:
     if not check:
         DESTINATION.write_text(render(), encoding="utf-8")
     elif DESTINATION.read_text(encoding="utf-8") != render():
-        sys.exit("docs/config.md is not fresh: run python scripts/config_docs.py")
+        sys.exit("docs/config.md is not fresh: run python -m tests.config_docs")
 
 
 if __name__ == "__main__":
