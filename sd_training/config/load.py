@@ -208,7 +208,9 @@ def _parse_value(key: str, text: str) -> Any:
         return text
     try:
         value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        if "maximum nesting depth" in str(error):  # PyYAML 6.0.4; before it, Python's own limit is met
+            raise RecursionError from None
         return text  # ValueError: a number of 5,000 digits, no UTF-8
     option = options().get(key)
     if option is None or value is None or isinstance(value, (str, list)):
