@@ -13,15 +13,11 @@ from tests.integration.training import ROOT
 MODELS = ("sd14", "sd15", "sd2_base", "sd21_v", "sdxl_base", "sd3_medium", "pixart_sigma", "flux", "mmdit_rope")
 FROM_SCRATCH = {"imagenet": "sd15", "sd2_base_stage1": "sd2_base", "sd3_stage1": "sd3_medium"}
 """Template → the model that it trains from random weights."""
-CONTINUED = (
-    "mmdit_rope_stage2",
-    "mmdit_rope_stage3",
-    "sd2_base_stage2",
-    "sd3_stage2",
-    "sd3_stage3",
-    "sdxl_multi_aspect",
-)
-"""Templates that go on from a pipeline."""
+CONTINUED = {
+    **{"mmdit_rope_stage2": "mmdit_rope", "mmdit_rope_stage3": "mmdit_rope", "sd2_base_stage2": "sd2_base"},
+    **{"sd3_stage2": "sd3_medium", "sd3_stage3": "sd3_medium", "sdxl_multi_aspect": "sdxl_base"},
+}
+"""Template → the model that it goes on with, from a pipeline."""
 FINETUNED = ("dreambooth_full", "dreambooth_lora", "lora_flux", "lora_sdxl")
 """Templates with data of their own kind; they have tests of their own."""
 AUTOENCODERS = ("vae_kl_f8", "vae_decoder")

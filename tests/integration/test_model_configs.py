@@ -1,6 +1,7 @@
 """Every shipped YAML: it loads without a warning, and its model is the published one at full size."""
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from sd_training.build.dry_run import describe, parameter_counts
+from sd_training.build.dry_run import AT_MOST, meta_networks, parameter_counts, run_memory, size_text
 from sd_training.build.plan import balanced_encoders, make_plan
 from sd_training.config.check import warnings
 from sd_training.config.load import load_config
@@ -202,23 +203,47 @@ def test_encoder_processes_that_keep_up(words: dict[str, str], tmp_path: Path) -
     assert [balanced_encoders(config, gpus) for gpus in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH])
-def test_headers_give_the_memory_that_a_dry_run_estimates(
-    name: str, words: dict[str, str], shards: Path, tmp_path: Path
+def header(name: str) -> str:
+    """The comment at the top of a shipped file, in one line."""
+    text = path_of(name).read_text(encoding="utf-8").partition("\nsystem:")[0]
+    return " ".join(line.lstrip("# ") for line in text.split("\n"))
+
+
+def as_shipped(name: str, words: Mapping[str, str], folder: Path, *more: str) -> Config:
+    """The file with its own batch, and random parts of full size."""
+    model = FROM_SCRATCH.get(name, CONTINUED.get(name, name))
+    begun = name if name not in CONTINUED else model
+    full_size(begun, FROZEN[model], words, folder)
+    system = "{" + ", ".join(f"{key}: {value}" for key, value in read(name)["system"].items()) + "}"
+    files = [path_of(model), path_of(name)] if name in CONTINUED else [path_of(name)]
+    paths = ",".join(map(str, [*files, folder / f"{begun}_parts.yaml"]))
+    anew = ["model.pretrained=null", "ema.path=null"] if name in CONTINUED else []
+    return load_config([f"config={paths}", f"system={system}", *anew, *more])
+
+
+@pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH, *CONTINUED])
+def test_the_batch_fits_the_gpus_of_the_header_by_the_estimate_of_a_dry_run(
+    name: str, words: dict[str, str], tmp_path: Path
 ) -> None:
-    frozen = FROZEN[FROM_SCRATCH.get(name, name)]
-    report = describe(make_plan(full_size(name, frozen, words, tmp_path, str(shards))))
-    figure = report.partition("sum without activations ")[2].partition("\n")[0].strip()
-    header = " ".join(line.lstrip("# ") for line in path_of(name).read_text(encoding="utf-8").split("\n"))
-    assert figure
-    assert f"Memory: {figure} per process without activations (estimate of --dry-run, not measured)" in header
+    """With a twentieth left for CUDA itself and fragments. The GB of a GPU are GiB: 80 are 81,559 MiB (nvidia-smi)."""
+    text = header(name)
+    sizes = [size for pair in re.findall(r"(\d+) GB GPUs|GPUs with (\d+) GB", text) for size in pair if size]
+    smaller = re.findall(r"; with (\d+) GB add (.+?)\. ", text)
+    assert sizes and len(smaller) == text.count("GB add")
+    for gigabytes, own in [*((size, "") for size in sizes), *smaller]:
+        config = as_shipped(name, words, tmp_path, *own.split())
+        memory = run_memory(make_plan(config, is_described=True), *meta_networks(config))
+        assert memory[AT_MOST] < 0.95 * int(gigabytes) * 2**30, (name, gigabytes, own, memory)
+        if not own and name not in CONTINUED:
+            figure = size_text(memory["sum without activations"])
+            assert f"Memory: {figure} per process without activations (estimate of --dry-run, not measured)" in text
 
 
 @pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH, *CONTINUED, *AUTOENCODERS])
 def test_headers_say_what_was_not_measured(name: str) -> None:
-    header = path_of(name).read_text(encoding="utf-8").partition("\nsystem:")[0]
-    assert "images/s: not measured" in " ".join(line.lstrip("# ") for line in header.split("\n"))
-    assert name not in MODELS or "model.pretrained=" in header
+    text = header(name)
+    assert "images/s: not measured" in text
+    assert name not in MODELS or "model.pretrained=" in text
 
 
 @pytest.mark.parametrize(("template", "model"), FROM_SCRATCH.items())
