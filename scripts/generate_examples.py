@@ -52,6 +52,7 @@ from sd_training.export.pipeline import CURRENT, folder_problems, load_pipeline,
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
 """File stem → `caption`, and what else the row of the .csv has."""
+_STRENGTH = 0.8
 _GRID_PICTURES = 100
 _GRID_CELL = 256
 _FILM_SIDE = 512
@@ -199,7 +200,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--controlnet", type=weighted, action="append", default=[], metavar="FOLDER[:SCALE]", help="repeatable")
     add("--control-image", type=Path, action="append", default=[], help="of each ControlNet; or columns of the .csv")
     add("--init-image", type=Path, help="to begin with (image-to-image); or a column of the .csv")
-    add("--strength", type=float, default=0.8, help="how much of an initial image is drawn anew (default 0.8)")
+    add("--strength", type=float, help=f"how much of an initial image is drawn anew (default {_STRENGTH})")
     add("--height", type=int, help="[pixels], default is the image's where there is one, else the pipeline's own")
     add("--width", type=int, help="[pixels], as --height")
     add("--seed", type=int, default=0, help="picture i is drawn from seed + i (default 0)")
@@ -230,7 +231,7 @@ def check_options(args: argparse.Namespace) -> None:
         ("guidance_scale", "1 (off) or more", 1 <= args.guidance_scale < float("inf")),
         ("guidance_rescale", "from 0 to 1", 0 <= args.guidance_rescale <= 1),
         ("negative_prompt", "left out with a guidance scale of 1", args.guidance_scale > 1 or not args.negative_prompt),
-        ("strength", "above 0 and at most 1", 0 < args.strength <= 1),
+        ("strength", "above 0 and at most 1", args.strength is None or 0 < args.strength <= 1),
         ("seed", "0 or more", 0 <= args.seed < 2**62),
     ]
     wrong = [(name, wanted) for name, wanted, is_right in checks if not is_right]
@@ -297,9 +298,11 @@ def pipeline_options(args: argparse.Namespace, additions: Additions) -> dict[str
     if args.guidance_rescale:
         options["guidance_rescale"] = args.guidance_rescale
     if additions.has_init_images:
-        if args.strength * args.steps < 1:
-            raise ConfigError(f"--strength: {args.strength} of {args.steps} steps is none; raise one of them")
-        options["strength"] = args.strength
+        options["strength"] = args.strength or _STRENGTH
+        if options["strength"] * args.steps < 1:
+            raise ConfigError(f"--strength: {options['strength']} of {args.steps} steps is none; raise one of them")
+    elif args.strength is not None:
+        raise ConfigError("--strength: is only read with --init-image, or a column init_image; remove it")
     return options
 
 
@@ -347,7 +350,7 @@ def plan_pictures(
     pictures = list[Picture]()
     for (stem, row), own in zip(rows.items(), conditions, strict=True):
         images = [hashlib.sha256(p.read_bytes()).hexdigest()[:16] for p in (own.init_image, *own.control_images) if p]
-        added = {**recent, "strength": own.init_image and args.strength, "images": images}
+        added = {**recent, "strength": own.init_image and (args.strength or _STRENGTH), "images": images}
         for k in range(args.images_per_prompt):
             file = f"{stem}_{k}.png" if args.images_per_prompt > 1 else f"{stem}.png"
             record = {"file": file, "prompt": row["caption"], "seed": args.seed + len(pictures), **settings}

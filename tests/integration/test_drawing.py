@@ -254,6 +254,7 @@ def test_pictures_made_with_something_else_are_not_mixed(pipeline_dir: Path, tmp
             "Img2ImgPipeline of diffusers takes no guidance_rescale",
         ),
         (["--strength", "0"], "--strength: 0.0 must be above 0"),
+        (["--strength", "0.5"], "--strength: is only read with --init-image"),
         (["--guidance-rescale", "2"], "--guidance-rescale: 2.0 must be from 0 to 1"),
         (
             ["--scheduler-params", "timestep_spaceing=trailing"],
