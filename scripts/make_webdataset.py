@@ -3,11 +3,15 @@
     python scripts/make_webdataset.py photos/ --out shards      # photos/a.jpg, photos/a.txt, maybe photos/a.json
     python scripts/make_webdataset.py table.csv --out shards    # columns: path, caption, others become metadata
     python scripts/make_webdataset.py table.parquet --out shards --image-column picture --caption-column words
+    python scripts/make_webdataset.py laion/ --out shards --filter 'width=>=512' --filter 'pwatermark=<=0.5'
 
+The last makes new shards from shards, of the samples that pass the filters of a training (docs/data.md#filters): once
+for the strictest filter, instead of skipping the others at every visit.
 The input is read as training reads it. Images are copied byte for byte unless `--resize` is given. An empty .txt is the
 empty caption; an image without .txt, or with an empty cell in a table, is skipped, and so is one whose .json is broken.
-Nested values of a .json are kept, those of a table are left out. What cannot be used is skipped, counted and named in
-`OUT/skipped.jsonl` (of what already indexing finds, the first hundred of each kind); `OUT/report.json` has the totals.
+Nested values of a .json file are kept, those of a table or a shard are left out. What cannot be used is skipped,
+counted and named in `OUT/skipped.jsonl` (of what already indexing finds, the first hundred of each kind);
+`OUT/report.json` has the totals.
 """
 
 import argparse
@@ -25,14 +29,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
 from sd_training.cli import run_cli
 from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceType
+from sd_training.config.filters import Filter, parse_filters
 from sd_training.config.plan import counted
 from sd_training.config.value_types import path_argument
+from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import load_index
 from sd_training.data.samples.image import FORMATS, decode
 from sd_training.data.sources.base import NUMBER, TEXT, DatasetIndex, IndexedReader, Problems, SkippedSample, Source
@@ -59,20 +66,33 @@ def open_input(path: Path, image_column: str | None, caption_column: str | None,
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     kind: SourceType = "ImageFolder"
-    if path.suffix.lower() == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+    if path.suffix.lower() == ".tar" or (path.is_dir() and any(path.glob("*.tar"))):
+        kind = "WebDataset"
+    elif path.suffix.lower() == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         kind = "Parquet"
     elif path.suffix.lower() in TABLE_EXTENSIONS:
         kind = "Table"
     elif not path.is_dir():
-        raise DataError(f"{path}: is not a folder, {', '.join(TABLE_EXTENSIONS)} or .parquet file")
+        raise DataError(f"{path}: is not a folder, {', '.join(TABLE_EXTENSIONS)}, .parquet or .tar file")
     params = SourceParams(path=str(path), image_column=image_column, caption_column=caption_column)
     return kind, make_source(kind, params, RemoteConfig(cache_dir=str(scratch / "cache"), cache_gib=_CACHE_GIB))
 
 
-def sample_order(index: DatasetIndex, by_block: bool, shuffle_seed: int | None) -> list[int]:
-    """The samples by name and row; with a seed in a fixed random order: Parquet's row groups, and the rows in each, so
-    that no more than one of them is unpacked at a time."""
-    samples = range(len(index))
+def parse_rules(words: Sequence[str]) -> list[Filter]:
+    """Filters of `FIELD=RULE`. Raises ConfigError."""
+    rules, problems = parse_filters(dict(word.partition("=")[::2] for word in words))
+    if problems:
+        raise ConfigError([f"--filter: {problem.removeprefix('dataset.params.filters.')}" for problem in problems])
+    return rules
+
+
+def sample_order(index: DatasetIndex, rules: Sequence[Filter], by_block: bool, shuffle_seed: int | None) -> list[int]:
+    """The samples that pass, by name and row; with a seed in a fixed random order: Parquet's row groups, and the rows
+    in each, so that no more than one of them is unpacked at a time."""
+    passes = np.ones(len(index), dtype=bool)
+    for rule in rules:
+        passes &= evaluate(rule, index.columns, len(index))
+    samples = np.flatnonzero(passes).tolist()
     if shuffle_seed is None:
         return list(samples)
     block_of, chance = index.numbers("block"), random.Random(shuffle_seed)
@@ -170,7 +190,7 @@ def write_shard(
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises ConfigError for a number out of range."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("input", type=Path, help="folder of images, table, .parquet, or folder of .parquet files")
+    parser.add_argument("input", type=Path, help="folder of images, table, .parquet or .tar, or folder of such files")
     parser.add_argument("--out", type=path_argument, required=True, help="folder of the shards")
     parser.add_argument("--samples-per-shard", type=int, default=1000, help="default 1000")
     parser.add_argument(
@@ -178,20 +198,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--image-column", help="image bytes, or paths relative to the table (default: the usual names)")
     parser.add_argument("--caption-column", help="captions (default: caption, text, txt, prompt, description or title)")
+    parser.add_argument("--filter", action="append", default=[], metavar="FIELD=RULE", help="as dataset.params.filters")
     parser.add_argument("--resize", type=int, metavar="N", help="shrink the short side to N pixels where it is longer")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="fixed random order (Parquet: by row groups)")
     args = parser.parse_args(argv)
     numbers = {"--samples-per-shard": args.samples_per_shard, "--workers": args.workers, "--resize": args.resize}
+    args.rules = parse_rules(args.filter)
     if small := [f"{name}: {n} must be 1 or more" for name, n in numbers.items() if n is not None and n < 1]:
         raise ConfigError(small)
     return args
 
 
-def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Problems, list[SkippedSample]]:
+def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[dict[str, int], Problems, list[SkippedSample]]:
     """Writes `OUT/00000.tar`, `00001.tar`, …; which sample goes where does not depend on `--workers`.
 
     Returns:
-        Samples and shards that were written; what is wrong with the others; and these, by name.
+        How many samples and shards were written, and how many samples do not pass the filters; what is wrong with
+        others; and these, by name.
     """
     kind, source = open_input(args.input, args.image_column, args.caption_column, scratch)
     index = load_index(source, scratch / "index", load_index(source, scratch / "index").fields)
@@ -202,7 +225,7 @@ def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Pro
         index.problems.counts.pop(reason, None)
         index.problems.examples.pop(reason, None)
     skipped, samples, shards = list(index.problems.named()), 0, 0
-    order = list(enumerate(sample_order(index, kind == "Parquet", args.shuffle)))
+    order = list(enumerate(sample_order(index, args.rules, kind == "Parquet", args.shuffle)))
     parts = [order[start : start + args.samples_per_shard] for start in range(0, len(order), args.samples_per_shard)]
 
     def write(number: int) -> list[SkippedSample]:
@@ -215,7 +238,8 @@ def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Pro
             samples, shards = samples + len(part) - len(found), shards + (len(part) > len(found))
             for problem in found:
                 index.problems.add(problem)
-    return samples, shards, index.problems, skipped
+    counts = {"samples": samples, "shards": shards, "filtered_out": len(index) - len(order)}
+    return counts, index.problems, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -223,17 +247,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            samples, shards, problems, skipped = write_shards(args, Path(scratch))
+            counts, problems, skipped = write_shards(args, Path(scratch))
         lines = [json.dumps({"sample": f"{p.shard}/{p.key}", "reason": p.reason}) + "\n" for p in skipped]
-        totals = {"samples": samples, "shards": shards, "skipped": problems.total(), "reasons": problems.counts}
+        totals = {**counts, "skipped": problems.total(), "reasons": problems.counts}
         (args.out / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
         (args.out / "report.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: {args.out} cannot be written ({error})") from error
-    left_out = f"; skipped {problems.total():,}: {problems.text()}" if problems.total() else "; none skipped"
-    if not samples:
+    left_out = f"; filtered out: {counts['filtered_out']:,}" if args.rules else ""
+    left_out += f"; skipped {problems.total():,}: {problems.text()}" if problems.total() else "; none skipped"
+    if not counts["samples"]:
         raise DataError(f"{args.input}: no sample can be used{left_out}. See {args.out / 'skipped.jsonl'}")
-    print(f"{counted(samples, 'sample')} in {counted(shards, 'shard')} in {args.out}{left_out}")
+    print(f"{counted(counts['samples'], 'sample')} in {counted(counts['shards'], 'shard')} in {args.out}{left_out}")
     print(f"train, or check with --dry-run:  python train.py config=YOUR.yaml dataset.params.path={args.out}")
 
 

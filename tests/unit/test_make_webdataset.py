@@ -12,8 +12,9 @@ from PIL import Image
 from scripts.make_webdataset import main, open_input
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.data.sources.arrow import ArrowSource
+from sd_training.errors import ConfigError
 from tests import makers
-from tests.unit.data.making import scanned
+from tests.unit.data.making import scanned, training_data
 
 
 @pytest.fixture
@@ -170,3 +171,23 @@ def test_unpacked_row_groups_leave_room_for_other_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [b"x"], "caption": ["x"]}), tmp_path / "t.parquet")
     source = open_input(tmp_path / "t.parquet", None, None, tmp_path)[1]
     assert isinstance(source, ArrowSource) and source.access.cache_gib < RemoteConfig().cache_gib
+
+
+def test_shards_are_made_from_shards_by_filters_and_trained_on(tmp_path: Path) -> None:
+    folder = makers.caption_shards(tmp_path / "laion", shards=3, per_shard=8)
+    before = training_data(folder).datasets[0]
+    words = ("--filter", "original_width=>=50", "--filter", "uid=not in [u23]", "--resize", 16)
+    members = make(folder, tmp_path / "out", *words)
+    assert len(keys(members)) == 13
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["samples"], report["filtered_out"], report["skipped"]) == (13, 11, 0)
+    data = training_data(tmp_path / "out", kind="WebDataset", filters={"original_width": ">=50"})
+    (after,) = data.datasets
+    assert len(after.selected) == len(after.index) == 13
+    for sample in range(13):
+        number = json.loads(members[f"{sample:09d}.json"])
+        old = int(number["uid"].removeprefix("u"))
+        assert after.reader.caption(sample) == before.reader.caption(old) and number["original_width"] == 40 + old
+        assert min(Image.open(io.BytesIO(after.reader.image(sample))).size) == 16
+    with pytest.raises(ConfigError, match=r"--filter: original_width: .*>>"):
+        make(folder, tmp_path / "wrong", "--filter", "original_width=>>5")
