@@ -17,7 +17,7 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.samples.cache import LatentCache
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
-from sd_training.export.pipeline import LoraExport
+from sd_training.export.pipeline import LoraExport, modelspec
 from sd_training.log import get_logger, is_main_process
 from sd_training.models.attention import choose_attention, set_attention, use_fast_attention, xformers_problems
 from sd_training.models.execution import (
@@ -320,7 +320,10 @@ def _lora_export(plan: Plan, family: Family, module: DiffusionModule, adapters: 
         return whole.pipeline()
 
     tensors = {name: t for part in own for name, t in file_tensors(part, own[part], scale).items()}
-    return LoraExport(tensors, merged if model.lora.merge else None)
+    prediction, side = family.schedulers.objective.prediction_type, config.dataset.params.resolution
+    title = config.experiment.name
+    header = modelspec(family.name, family.denoiser.config, prediction, side, title, is_adapter=True)
+    return LoraExport(tensors, header, merged if model.lora.merge else None)
 
 
 def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
 from diffusers.utils import logging as diffusers_logging
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -57,12 +57,22 @@ class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
 
 
+_ARCHITECTURES = {
+    "sdxl": "stable-diffusion-xl-v1-base",
+    "sd3": "stable-diffusion-v3-medium",
+    "flux": "Flux.1-dev",
+}
+"""Family → what ModelSpec's readers call it; others have their own name."""
+
+
 @dataclass(frozen=True)
 class LoraExport:
     """What a run that trains adapters exports: a file of them and, where asked, a pipeline that needs no such file."""
 
     tensors: Mapping[str, Tensor]
     """Of the file, on the CPU."""
+    header: Mapping[str, str]
+    """Of the file, as `modelspec` makes it."""
     make_pipeline: Callable[[], DiffusionPipeline] | None
     """With the adapters added to the weights; read from disk, so not called before it is written."""
 
@@ -70,6 +80,36 @@ class LoraExport:
     def pipeline(self) -> DiffusionPipeline | None:
         """What `make_pipeline` makes."""
         return None if self.make_pipeline is None else self.make_pipeline()
+
+
+def modelspec(
+    family: str, config: Mapping[str, Any], prediction: str, side: int, title: str, *, is_adapter: bool
+) -> dict[str, str]:
+    """What the header of one file says about a model, by Stability AI's ModelSpec 1.0; ComfyUI and others read it. No
+    date: the same weights are the same file.
+
+    Args:
+        family: of the pipeline.
+        config: settings of the denoiser.
+        prediction: what the denoiser answers.
+        side: of a picture [pixels].
+        is_adapter: the file holds LoRA by diffusers' names, instead of a whole model by the original ones.
+    """
+    architecture = _ARCHITECTURES.get(family, family)
+    if family == "stable_diffusion":
+        is_second = config["cross_attention_dim"] == 1024
+        second = "v2-768-v" if prediction == "v_prediction" else "v2-512"
+        architecture = f"stable-diffusion-{second if is_second else 'v1'}"
+    spec = {
+        "sai_model_spec": "1.0.0",
+        "architecture": f"{architecture}/lora" if is_adapter else architecture,
+        "implementation": "diffusers" if is_adapter else "https://github.com/Stability-AI/generative-models",
+        "title": title,
+        "resolution": f"{side}x{side}",
+    }
+    if prediction in ("epsilon", "v_prediction"):
+        spec["prediction_type"] = prediction.removesuffix("_prediction")
+    return {f"modelspec.{name}": value for name, value in spec.items()}
 
 
 @dataclass(frozen=True)
@@ -156,7 +196,10 @@ def export_pipeline(
 def _write(pipeline: Any, folder: Path, written: Mapping[str, WrittenPart]) -> set[str]:
     """Writes the pipeline, or links parts of it; returns the names of those."""
     if isinstance(pipeline, LoraExport):
-        LoraBaseMixin.write_lora_layers(dict(pipeline.tensors), str(folder), True, None, None, True)
+        header = {"format": "pt", **pipeline.header}
+        LoraBaseMixin.write_lora_layers(
+            dict(pipeline.tensors), str(folder), True, None, partial(save_file, metadata=header), True
+        )
         return set() if pipeline.pipeline is None else _write(pipeline.pipeline, folder, written)
     linked = {name for name, part in written.items() if part.link_to(folder / name)}
     if not linked:
@@ -213,8 +256,8 @@ def recover_exports(run_dir: Path) -> None:
     To be called once, at the start of a run.
     """
     kept = run_dir / KEPT
-    for partial in [*run_dir.glob(f"{CURRENT}.partial*"), *kept.glob("step_*.partial*")]:
-        sealed.remove_durably(partial)
+    for left in [*run_dir.glob(f"{CURRENT}.partial*"), *kept.glob("step_*.partial*")]:
+        sealed.remove_durably(left)
     recover_export(run_dir / CURRENT)
     for name in sorted({path.name.removesuffix(".old") for path in kept.glob("step_*")}):
         recover_export(kept / name)

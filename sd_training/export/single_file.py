@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import bit_differences
+from sd_training.export.pipeline import bit_differences, modelspec
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TABLES: Any = diffusers_names.DIFFUSERS_TO_LDM_MAPPING
@@ -53,8 +53,14 @@ def write_single_file(folder: Path, target: Path) -> int:
     """
     tensors = original_layout(folder)
     partial = target.with_name(f"{target.name}.partial")
+    files = ("unet/config.json", "vae/config.json", "scheduler/scheduler_config.json")
+    unet, vae, scheduler = (json.loads((folder / name).read_bytes()) for name in files)
+    family = "sdxl" if (folder / "text_encoder_2").is_dir() else "stable_diffusion"
+    side = unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+    spec = modelspec(family, unet, scheduler.get("prediction_type", "epsilon"), side, target.stem, is_adapter=False)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, partial, metadata={"format": "pt", **spec})
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -21,7 +22,7 @@ from scripts import convert_checkpoint
 from sd_training.config.load import load_config
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import bit_differences
+from sd_training.export.pipeline import bit_differences, modelspec
 from sd_training.export.single_file import original_layout, renamed, write_single_file
 from sd_training.models.families import load_family
 from tests import makers, published_models
@@ -255,6 +256,13 @@ def test_out_and_in_again_is_the_same_to_the_bit(case: tuple[str, Path, Path, Pa
         states(ours.parts), states(whole.parts), states(theirs.components), strict=True
     ):
         assert bit_differences(before, own) == bit_differences(before, other) == [], part
+    with safe_open(file, "pt") as stored:
+        spec = {key.removeprefix("modelspec."): value for key, value in stored.metadata().items()}
+    assert (spec["format"], spec["sai_model_spec"], spec["title"]) == ("pt", "1.0.0", "single")
+    kinds = {"StableDiffusionPipeline": "v1", "StableDiffusion2": "v1", "StableDiffusionXLPipeline": "xl-v1-base"}
+    assert spec["architecture"] == f"stable-diffusion-{kinds[name]}"  # a tiny one of the second version is 16 wide
+    assert spec["resolution"] == "16x16"
+    assert spec["prediction_type"] == ("epsilon" if name == "StableDiffusionPipeline" else "v")
     ours.pipeline().save_pretrained(tmp_path / "again")
     again = original_layout(tmp_path / "again")
     assert bit_differences(load_file(file), {key: tensor.contiguous() for key, tensor in again.items()}) == []
@@ -354,3 +362,14 @@ def test_readers_of_such_a_file_could_not_sample_these(change: dict[str, str], t
     settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
     with pytest.raises(ConfigError, match=rf"scheduler: .*{next(iter(change.values()))}.*; readers of"):
         write_single_file(tmp_path / "pipeline", tmp_path / "single.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("width", "prediction", "name"),
+    [(768, "epsilon", "v1"), (1024, "epsilon", "v2-512"), (1024, "v_prediction", "v2-768-v")],
+)
+def test_versions_of_stable_diffusion_by_the_width_of_the_text(width: int, prediction: str, name: str) -> None:
+    config = {"cross_attention_dim": width}
+    spec = modelspec("stable_diffusion", config, prediction, 512, "a", is_adapter=True)
+    assert spec["modelspec.architecture"] == f"stable-diffusion-{name}/lora"
+    assert "modelspec.prediction_type" not in modelspec("flux", {}, "flow_prediction", 512, "a", is_adapter=False)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -143,10 +144,12 @@ def test_diffusers_loads_the_file(adapted: Adapted, tmp_path: Path) -> None:
     folder, family, config = adapted
     parts = family.trained_networks(config.text_encoder).items()
     tensors = {n: t for part, net in parts for n, t in file_tensors(part, trained(net), scale_of(config)).items()}
-    export = LoraExport(tensors, None)
+    export = LoraExport(tensors, {"modelspec.title": "a title"}, None)
     export_pipeline(export, tmp_path / "lora")
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [LORA_WEIGHT_NAME_SAFE]
     assert load_file(tmp_path / "lora" / LORA_WEIGHT_NAME_SAFE).keys() == tensors.keys()
+    with safe_open(tmp_path / "lora" / LORA_WEIGHT_NAME_SAFE, "pt") as file:
+        assert file.metadata() == {"format": "pt", "modelspec.title": "a title"}
     if family.denoiser_part == "unet":  # the names that ComfyUI asks for (comfy/lora.py)
         layers = {(part, n.partition(".lora_A")[0]) for part, net in parts for n in trained(net) if "lora_A" in n}
         begins = {
@@ -158,7 +161,8 @@ def test_diffusers_loads_the_file(adapted: Adapted, tmp_path: Path) -> None:
         ends = ("alpha", "lora_down.weight", "lora_up.weight")
         assert tensors.keys() == {f"{layer}.{end}" for layer in wanted for end in ends}
     name = next(iter(tensors))
-    assert differences(LoraExport({**tensors, name: tensors[name] + 1}, None), tmp_path / "lora") == [f"{name} differs"]
+    other = LoraExport({**tensors, name: tensors[name] + 1}, {}, None)
+    assert differences(other, tmp_path / "lora") == [f"{name} differs"]
     if family.name == "pixart":  # has no such loader
         return
     theirs = load(folder)
