@@ -28,6 +28,8 @@ FILE_ENDINGS = (
     "md",
     "py",
     "safetensors",
+    "sh",
+    "toml",
     "txt",
     "yaml",
     "yml",
