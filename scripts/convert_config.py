@@ -6,8 +6,9 @@
 `--from` is maxdiffusion (YAML, then key=value), lunnova (its YAML files), kohya (TOML files, or a shell script with a
 command) or simpletuner (config.json and the file of data backends). Files that such a file names are read too, if they
 are there. `devices=` is the number of processes (1), `images=` that of training images with their repeats, for lengths
-in epochs. Without `out=` the YAML goes to stdout; it begins with the table of keys as comments. What has no value there
-is ???. The exit status is 1 where a key is unknown (not with --ignore-unknown) or the options contradict each other.
+in epochs. Without `out=`, a new file, the YAML goes to stdout. It begins with the table of keys as comments; what has
+no value there is ???. The exit status is 1 where a key is unknown (not with --ignore-unknown) or the options contradict
+each other.
 
 How a key is converted stands in scripts/convert/TRAINER.yaml, why it is not in docs/coming_from_TRAINER.md:
 
@@ -143,9 +144,8 @@ def _split(content: Any) -> tuple[Tree, list[Tree]]:
         return tree, []
     general, sets = tree.pop("general", {}), []
     for entry in tree.pop("datasets"):
-        sets += [
-            {k: v for k, v in (general | entry | one).items() if k != "subsets"} for one in entry.get("subsets", [{}])
-        ]
+        shared = general | entry
+        sets += [shared | one for one in shared.pop("subsets", [{}])]
     return tree, sets
 
 
@@ -168,7 +168,7 @@ class Converter:
     """The table of one trainer, and what has been converted with it."""
 
     def __init__(self, trainer: str, devices: int = 1, images: int = 0) -> None:
-        table: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "scripts" / "convert" / f"{trainer}.yaml"))
+        table = yaml.safe_load((ROOT / "scripts" / "convert" / f"{trainer}.yaml").read_text(encoding="utf-8"))
         self.keys, self.defaults, self.always = table["keys"], table.get("defaults", {}), table.get("always", {})
         self.by_hand, self.whole = table.get("by_hand", []), table.get("whole", [])
         self.page = explained(ROOT / "docs" / f"coming_from_{trainer}.md")
@@ -238,12 +238,15 @@ class Converter:
         value = value if ours == "=" else ours
         if "to" not in entry or (not words and "by" not in entry and str(value) in OFF and value is not False):
             return entry.get("set", "off") if "to" not in entry else "off"
-        value = CONVERSIONS[entry["by"]](value, self) if "by" in entry else value
+        try:
+            value = CONVERSIONS[entry["by"]](value, self) if "by" in entry else value
+        except (TypeError, ValueError, AttributeError):
+            return f"not, because it is no value that is known; {cell}"
+        if value is None:
+            return "off"
         keys = _listed(entry["to"])
         values = value if len(keys) > 1 and isinstance(value, list) else [value] * len(keys)
-        return (
-            "off" if value is None else dict(zip(keys, map(fitting, keys, values), strict=False)) | entry.get("set", {})
-        )
+        return dict(zip(keys, map(fitting, keys, values), strict=False)) | entry.get("set", {})
 
     def _holds(self, when: Tree) -> bool:
         given = {key: "" if self.given.get(key) is None else str(self.given[key]).lower() for key in when}
@@ -259,13 +262,7 @@ class Converter:
             found |= (own := {names[key]: value for key, value in became.items() if key in names})
             if one.name not in first or one.value != first[one.name]:
                 text = ", ".join(f"{key}={shown(value)}" for key, value in own.items())
-                why = (
-                    one.became
-                    if isinstance(one.became, str)
-                    else "not of one data set"
-                    if names
-                    else f"not read: {kind}"
-                )
+                why = f"not of one data set that is {kind}" if isinstance(one.became, dict) else one.became
                 self.rows.append(one._replace(name=f"{place}.{one.name}", became=text or why))
         if kind == "image" and found:
             self.options.setdefault("dataset.mix", []).append(nested({"params.path": MISSING} | found))
@@ -354,16 +351,16 @@ CONVERSIONS: Mapping[str, Callable[[Any, Converter], Any]] = {
     "epochs": lambda value, run: int(value * run.images) or MISSING if value and value > 0 else None,
     "share": lambda value, run: int(value) if value >= 1 or not value else int(value * run.steps) or MISSING,
     "over_batch": lambda value, run: max(1, value // run.global_batch) if value > 0 else None,
+    "pairs": lambda value, run: 2 * value,
+    "over_pairs": lambda value, run: max(1, 2 * value // run.global_batch) if value > 0 else None,
     "times_batch": lambda value, run: value * run.global_batch,
     "times_micro_batch": lambda value, run: int(value * run.options.get("system.batch_size", 1)),
-    "over_rate": lambda value, run: round(min(1.0, value / run.options["optimizer.params.learning_rate"]), 12),
+    "over_rate": lambda value, run: round(min(1.0, value / run.options.get("optimizer.params.learning_rate", 1)), 12),
     "thousandth": lambda value, run: value / 1000,
     "sixty": lambda value, run: value * 60,
     "positive": lambda value, run: value if value and value > 0 else None,
-    "within_run": lambda value, run: value if 0 < value <= max(run.steps, 1) else None,
     "at_least_one": lambda value, run: max(1.0, value),
     "at_least_two": lambda value, run: max(2, value) if value and value > 0 else None,
-    "or_zero": lambda value, run: value or 0,
     "at_least": lambda value, run: f">={value}" if value else None,
     "listed": lambda value, run: _listed(value) if value else None,
     "first": lambda value, run: _listed(value)[0],
@@ -387,11 +384,12 @@ def report(run: Converter) -> list[str]:
     for one in run.rows:
         became = one.became
         if isinstance(became, dict):
-            found = {key: run.options.get(key) == value for key, value in became.items()}
-            texts = [
-                f"{key}={shown(became[key], key)}" if found[key] else f"{key}: {_why_not(run, key)}" for key in found
+            kept = [f"{key}={shown(value, key)}" for key, value in became.items() if run.options.get(key) == value]
+            other = [
+                f"{key}: another key decides" for key in became if run.options.get(key, became[key]) != became[key]
             ]
-            became = "" if one.is_default and not any(found.values()) else ", ".join(texts) or "as it is here"
+            lost = [f"{key}: not read with the rest" for key in became if key not in run.options]
+            became = "" if one.is_default and not kept else ", ".join(kept + other + lost) or "as it is here"
         elif one.key in run.by_hand and became != "off":
             became = f"BY HAND: {became}"
         elif one.is_default:
@@ -399,10 +397,6 @@ def report(run: Converter) -> list[str]:
         value = "(hidden)" if _SECRET.search(one.name) else shown(one.value)
         lines += [f"{one.name}{' (not given)' * one.is_default}={value} → {became}"] if became else []
     return [_NO_LINE.sub("?", line) for line in lines]
-
-
-def _why_not(run: Converter, key: str) -> str:
-    return "another key decides" if key in run.options else "not read with the rest"
 
 
 def completed(run: Converter) -> Tree:
@@ -454,8 +448,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = Converter(given.trainer, own["devices"], own["images"])
     run.convert(*gather([Path(word) for word in given.words if "=" not in word], theirs))
     text = written(run, given.trainer)
-    if own["out"]:
-        Path(own["out"]).write_text(text, encoding="utf-8")
+    try:
+        if own["out"]:
+            with open(own["out"], "x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"out: {own['out']} cannot be written: {error.strerror}") from None
     print("\n".join([*report(run), f"written: {own['out']}"]) if own["out"] else text.rstrip())
     strangers = [] if given.ignore_unknown else [one.name for one in run.rows if not one.key]
     if found := [*(f"{name}: is no key that is known of {given.trainer}" for name in strangers), *problems(run, text)]:

@@ -255,8 +255,15 @@ MAXDIFFUSION = {"run_name": "n", "output_dir": "o", "pretrained_model_name_or_pa
             {"experiment.save_every": 20},
         ),
         ("maxdiffusion", {"checkpoint_every": 80}, {"experiment.save_every": 80}),
+        (
+            "maxdiffusion",  # a batch of DreamBooth has pairs, which saves count once
+            {"instance_data_dir": "i", "class_data_dir": "c", "class_prompt": "dog", "max_train_steps": 10}
+            | {"checkpoint_every": 80},
+            {"system.batch_size": 2, "experiment.num_examples_to_see": 80, "experiment.save_every": 20},
+        ),
         ("simpletuner", {"resolution": 1.0, "resolution_type": "area"}, {"dataset.params.resolution": 1024}),
         ("kohya", {"output_name": "007"}, {"experiment.name": "007"}),
+        ("kohya", {"max_train_steps": "many", "max_grad_norm": [1]}, {"experiment.num_examples_to_see": None}),
     ],
 )
 def test_conversions(trainer: str, given: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
@@ -351,6 +358,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--from", "kohya", "no_such.toml"], "no_such.toml: cannot be read"),
         (["--from", "kohya", "a=1"], "a=1: is not known"),
         (["--from", "kohya", "devices=0"], "devices: 0 is no whole number"),
+        (["--from", "kohya", "/dev/null", "out=/dev/null"], "out: /dev/null cannot be written: File exists"),
     ],
 )
 def test_mistakes(argv: list[str], message: str) -> None:
