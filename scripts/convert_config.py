@@ -262,7 +262,7 @@ class Converter:
             found |= (own := {names[key]: value for key, value in became.items() if key in names})
             if one.name not in first or one.value != first[one.name]:
                 text = ", ".join(f"{key}={shown(value)}" for key, value in own.items())
-                why = f"not of one data set that is {kind}" if isinstance(one.became, dict) else one.became
+                why = "not, because all data sets share it" if isinstance(one.became, dict) else one.became
                 self.rows.append(one._replace(name=f"{place}.{one.name}", became=text or why))
         if kind == "image" and found:
             self.options.setdefault("dataset.mix", []).append(nested({"params.path": MISSING} | found))
@@ -366,6 +366,7 @@ CONVERSIONS: Mapping[str, Callable[[Any, Converter], Any]] = {
     "first": lambda value, run: _listed(value)[0],
     "count": lambda value, run: value if isinstance(value, int) else len(_numbers(value, run)),
     "numbers": _numbers,
+    "both": lambda value, run: (_numbers(value, run) * 2)[:2],
     "spaced": lambda value, run: f"{str(value).strip()} " if value else None,
     "before": lambda value, run: f" {str(value).strip()}" if value else None,
     "side": lambda value, run: _side_and_area(value)[0],

@@ -244,6 +244,17 @@ MAXDIFFUSION = {"run_name": "n", "output_dir": "o", "pretrained_model_name_or_pa
         ("kohya", {"resolution": "512,768", "enable_bucket": True}, {"dataset.params.resolution": 576}),
         ("kohya", {"optimizer_args": ["betas=0.9,0.95", "weight_decay=0.1"]}, {"optimizer.params.beta2": 0.95}),
         ("kohya", {"text_encoder_lr": [1e-5, 2e-5]}, {"optimizer.rates_by_part.text_encoder_2": 2e-5}),
+        ("kohya", {"text_encoder_lr": 1e-5}, {"optimizer.rates_by_part.text_encoder_2": None}),
+        (
+            "kohya",
+            {"text_encoder_lr": 1e-5, "pretrained_model_name_or_path": "sdxl"},
+            {"optimizer.rates_by_part.text_encoder": 1e-5, "optimizer.rates_by_part.text_encoder_2": 1e-5},
+        ),
+        (
+            "kohya",
+            {"text_encoder_lr": 1e-5, "network_train_unet_only": True},
+            {"optimizer.rates_by_part.text_encoder": None},
+        ),
         (
             "maxdiffusion",
             {"output_dir": "gs://b/runs"},
