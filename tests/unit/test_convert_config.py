@@ -274,6 +274,14 @@ MAXDIFFUSION = {"run_name": "n", "output_dir": "o", "pretrained_model_name_or_pa
         ),
         ("simpletuner", {"resolution": 1.0, "resolution_type": "area"}, {"dataset.params.resolution": 1024}),
         ("kohya", {"output_name": "007"}, {"experiment.name": "007"}),
+        (
+            "maxdiffusion",
+            {"scale_lr": True, "max_train_samples": 500},
+            {"optimizer.scale_lr": "linear", "dataset.params.max_samples": 500},
+        ),
+        ("maxdiffusion", {"scale_lr": False, "max_train_samples": -1}, {"dataset.params.max_samples": None}),
+        ("simpletuner", {"lr_scale": True, "lr_scale_sqrt": True}, {"optimizer.scale_lr": "sqrt"}),
+        ("simpletuner", {"lr_scale": True}, {"optimizer.scale_lr": "linear"}),
         ("kohya", {"max_train_steps": "many", "max_grad_norm": [1]}, {"experiment.num_examples_to_see": None}),
     ],
 )
