@@ -75,7 +75,9 @@ def test_counts_of_a_model(tmp_path: Path) -> None:
     assert (fp32 := model_size(config, networks, family, "no")).frozen_narrow == fp32.frozen_originals == 0
     assert size.in_blocks == sum(p.numel() for block in blocks for p in block) < size.trained
     assert size.largest_block == max(sum(p.numel() for p in block) for block in blocks)
-    assert size.block_matrices == 0  # UNets have no plan for the tensor axis
+    named = [pair for block in family.blocks() for pair in block.named_parameters()]
+    matrices = [p for name, p in named if p.ndim == 2 and name.split(".")[0] in ("attn1", "attn2", "ff")]
+    assert size.block_matrices == sum(p.numel() for p in matrices) > 0
     memory = run_memory(make_plan(config), networks, family)
     standing = sum(memory[name] for name in ("weights", "gradients", "optimizer", "frozen", "buffers"))
     assert memory["sum without activations"] == standing > memory["weights"]
