@@ -11,7 +11,19 @@ from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteSc
 from sd_training.models.families.mmdit import MMDiTRopePipeline
 from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
-from tests.tiny_parts import CHANNELS, T5_WIDTH, WIDTH, clip, flux, t5, t5_tokenizer, tiny_tokenizer, tiny_vae, vae
+from tests.tiny_parts import (
+    CHANNELS,
+    T5_WIDTH,
+    WIDTH,
+    clip,
+    flux,
+    sana,
+    t5,
+    t5_tokenizer,
+    tiny_tokenizer,
+    tiny_vae,
+    vae,
+)
 
 
 def discrete(**settings: Any) -> DDIMScheduler:
@@ -124,7 +136,13 @@ PIPELINES: Mapping[str, Callable[[], DiffusionPipeline]] = {
     "pixart": pixart,
     "flux": flux,
     "mmdit_rope": mmdit_rope,
+    "sana": sana,
 }
+
+
+def drawn_size(name: str) -> tuple[int, int]:
+    """Height and width [pixels] that the pipeline of a family takes; Sana's only multiples of 32."""
+    return (64, 32) if name == "sana" else (24, 16)
 
 
 def save_pipeline(name: str, folder: Path, seed: int = 0) -> Path:

@@ -28,6 +28,19 @@ def vae(latent_channels: int) -> dict[str, Any]:
     }
 
 
+def deep_autoencoder() -> dict[str, Any]:
+    """DC-AE (Chen et al. 2024, arXiv:2410.10733) of factor 32, as Sana's."""
+    kinds = ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3
+    return {
+        "latent_channels": 32,
+        "encoder_block_types": kinds,
+        "decoder_block_types": kinds,
+        "downsample_block_type": "Conv",
+        "upsample_block_type": "interpolate",
+        "scaling_factor": 0.41407,
+    }
+
+
 CLIP_L = clip(768, 12, 12, 768, "quick_gelu")
 CLIP_H = clip(1024, 23, 16, 512)
 CLIP_G = clip(1280, 32, 20, 1280)
@@ -57,6 +70,7 @@ FROZEN: Mapping[str, dict[str, Any]] = {
     "sd3_medium": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
     "pixart_sigma": {"vae": vae(4), "text_encoder": T5_XXL},
     "flux": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
+    "sana_1600m": {"vae": deep_autoencoder(), "text_encoder": GEMMA_2B},
     "mmdit_rope": {"vae": vae(16), "text_encoders": [GEMMA_2B, MODERNBERT_LARGE, CLIP_L]},
 }
 """What stands on the hub: arguments of the frozen parts, of the published sizes."""
@@ -70,6 +84,7 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "sd3_medium": {"transformer": 2028.3, "text_encoder_2": 694.7, "text_encoder_3": 4762.3},
     "pixart_sigma": {"transformer": 610.9, "vae": 83.7, "text_encoder": 4762.3},
     "flux": {"transformer": 11901.4, "text_encoder": 123.1, "text_encoder_2": 4762.3},
+    "sana_1600m": {"transformer": 1604.5, "vae": 312.3, "text_encoder": 2614.3},
     "mmdit_rope": {"transformer": 1247.5},
 }
 """Published counts [millions]."""
@@ -82,6 +97,7 @@ FORWARD_GFLOP: Mapping[str, Mapping[tuple[int, int], str]] = {
     "sd3_medium": {(256, 154): "578.8", (512, 154): "1802.6", (1024, 154): "8437"},
     "pixart_sigma": {(256, 120): "298", (512, 120): "1236", (1024, 120): "6510"},
     "flux": {(256, 256): "6807"},
+    "sana_1600m": {(512, 300): "836.6", (1024, 300): "2966.7"},
 }
 """(pixels along a side, text tokens) → forward pass of the denoiser for one picture, counted once by hand-written
 calls of diffusers' classes on the meta device. FLUX's agrees with the 20.3 TFLOP per trained sample of NVIDIA's MLPerf
@@ -101,6 +117,7 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
         ("linear", 0.0001, 0.02),
     ),
     "flux": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
+    "sana_1600m": ({"num_attention_heads": 70, "num_cross_attention_heads": 20}, "flow_prediction", 3.0),
     "mmdit_rope": ({"num_attention_heads": 19}, "flow_prediction", 1.0),
 }
 """Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
@@ -116,6 +133,7 @@ ATTENTION: Mapping[str, dict[tuple[int, bool], int]] = {
     "sd3_medium": {(64, False): 24},
     "pixart_sigma": {(72, False): 28, (72, True): 28},
     "flux": {(128, False): 57},
+    "sana_1600m": {(112, True): 20},
     "mmdit_rope": {(64, True): 19},
 }
 """Width of a head, and whether there is a mask → attention calls per forward pass. Of CUDA's kernels flash takes no
@@ -131,5 +149,6 @@ WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "sd3_medium": ("text_encoder_3", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
     "pixart_sigma": ("text_encoder", T5_XXL | _T5_WIDTH, "caption_channels"),
     "flux": ("text_encoder_2", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
+    "sana_1600m": ("text_encoder", GEMMA_2B | {"hidden_size": 2048}, "caption_channels"),
 }
 """Model → a text encoder of another width, and the denoiser's option that does not fit it."""

@@ -18,11 +18,18 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Digits, Sequence, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -177,6 +184,52 @@ def flux() -> DiffusionPipeline:
             guidance_embeds=True,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+def sana() -> DiffusionPipeline:
+    """A Sana pipeline; its tokenizer begins a text, as Gemma's, and knows the words that tests ask for."""
+    known = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "picture", "red", "green", "blue", "square", *map(str, range(10))]
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    words.pre_tokenizer = Sequence([Whitespace(), Digits(individual_digits=True)])
+    words.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    autoencoder: dict[str, Any] = {"latent_channels": 4, "scaling_factor": 0.7}
+    for half in ("encoder", "decoder"):
+        autoencoder |= {
+            f"{half}_block_out_channels": (8, 8),
+            f"{half}_layers_per_block": (1, 1),
+            f"{half}_qkv_multiscales": ((), ()),
+        }
+    return diffusers.SanaPipeline(
+        vae=diffusers.AutoencoderDC(**autoencoder),
+        text_encoder=Gemma2Model(
+            Gemma2Config(
+                vocab_size=len(known),
+                hidden_size=WIDTH,
+                intermediate_size=2 * WIDTH,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                max_position_embeddings=1024,
+            )
+        ),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+        ),
+        transformer=diffusers.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=8,
+            cross_attention_dim=16,
+            caption_channels=WIDTH,
+            sample_size=8,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
 
 

@@ -38,7 +38,7 @@ from sd_training.config.data_schema import PriorConfig
 from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig, ModelConfig, warmup_length
 from sd_training.data.index.report import DatasetReport, cut_captions, report_text
-from sd_training.data.order.buckets import training_sizes
+from sd_training.data.order.buckets import level_channels, training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.execution import autocast_weights, narrow_norms
 from sd_training.models.families import load_family
@@ -230,7 +230,7 @@ def run_memory(plan: Plan, networks: Mapping[str, Any], family: Family | None) -
         is_narrow = model.bf16_weights or (has_narrow and precision != "no")
         activations = activation_bytes(family, model, picture, samples, precision, is_narrow)
         # Tiles are encoded one by one.
-        side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)
+        side = family.tile_side if model.vae_tiling else max(picture)
         encoded = min(side, picture[0]), min(side, picture[1])
         at_once = 1 if model.vae_slicing else min(model.vae_batch or samples, samples)
         if "vae" not in idle_parts(config):
@@ -448,7 +448,7 @@ def peak_activations(
 def encoding_bytes(vae: Any, size: tuple[int, int], samples: int, precision: str) -> int:
     """Peak while the frozen autoencoder encodes pictures, without its weights: beside the pictures, four tensors of the
     first block, which has the whole height and width; autocast makes two of them narrow."""
-    channels, width = vae.config.block_out_channels[0], 16 if precision == "fp32" else 12
+    channels, width = level_channels(vae.config)[0], 16 if precision == "fp32" else 12
     return samples * size[0] * size[1] * (width * channels + FP32_BYTES * vae.config.in_channels)
 
 

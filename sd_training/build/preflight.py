@@ -11,7 +11,7 @@ from pathlib import Path
 from sd_training.config.check import data_sets, model_path_problems, model_paths
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
-from sd_training.data.order.buckets import size_problems, training_sizes
+from sd_training.data.order.buckets import level_channels, size_problems, training_sizes
 from sd_training.data.sources.choose import path_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import read_captions
@@ -86,7 +86,7 @@ def _check_sizes(config: Config) -> None:
     for file in (Path(path, part, "config.json") for _, path in autoencoder for part in parts):
         # What is wrong with the file is named when the model is made.
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            factor = factor or 2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1)
+            factor = factor or 2 ** (len(level_channels(json.loads(file.read_bytes()))) - 1)
     if factor is not None and (problems := size_problems(factor, sizes)):
         raise ConfigError(problems)
 

@@ -206,6 +206,6 @@ class BatchPictures(OptimizerStepCallback):
         name = next((name for name in self.tokenizers if name in batch.tokens), None)
         if name is None:
             return []
-        decode, masks = self.tokenizers[name].tokenizer.decode, batch.token_masks[name][:_GRID_PICTURES].cpu()
+        decode, masks = self.tokenizers[name].decode, batch.token_masks[name][:_GRID_PICTURES].cpu()
         rows = zip(batch.tokens[name].cpu(), masks, strict=False)
-        return [" ".join(decode(tokens[mask], skip_special_tokens=True).split()) for tokens, mask in rows]
+        return [decode(tokens[mask]) for tokens, mask in rows]

@@ -28,7 +28,7 @@ from sd_training.config.value_types import (
     used_with,
 )
 
-FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope"]
+FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana"]
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
     "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
@@ -36,6 +36,7 @@ FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "pixart": ("vae", "text_encoder", "tokenizer", "transformer"),
     "flux": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
     "mmdit_rope": ("vae", "transformer"),
+    "sana": ("vae", "text_encoder", "tokenizer", "transformer"),
 }
 """Parts that a family cannot do without."""
 DENOISERS = ("unet", "transformer")
@@ -45,6 +46,7 @@ DENOISER_CLASSES: Mapping[str, FamilyName] = {
     "PixArtTransformer2DModel": "pixart",
     "FluxTransformer2DModel": "flux",
     "MMDiTRope": "mmdit_rope",
+    "SanaTransformer2DModel": "sana",
 }
 """Class of `model.transformer.target` → family."""
 

@@ -235,9 +235,10 @@ def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
         kinds.negative_prompt is not None or not pipeline.transformer.config.guidance_embeds
     ):
         return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
-    if name == "PixArtSigmaPipeline":
-        return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
-    return {"guidance_scale": scale}  # a guidance-distilled FLUX takes it as an input of the transformer
+    as_trained = {"use_resolution_binning": False, "clean_caption": False}  # sizes and captions
+    known = inspect.signature(pipeline.__call__).parameters
+    # A guidance-distilled FLUX takes the scale as an input of the transformer.
+    return {"guidance_scale": scale, **{key: value for key, value in as_trained.items() if key in known}}
 
 
 def comparison_grid(pairs: Any, columns: int) -> Image.Image:

@@ -25,7 +25,7 @@ from sd_training.config.schema import (
     PredictionType,
     is_set,
 )
-from sd_training.data.order.buckets import size_problems
+from sd_training.data.order.buckets import level_channels, size_problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.load import effective_part
@@ -189,10 +189,19 @@ class Family(ABC):
         parts = []
         with autocast(pixels.device, precision):
             for part in pixels.split(at_once or len(pixels)):
-                posterior = self.vae.encode(part).latent_dist
                 # Copied at once: the next call of an encoder in a CUDA graph overwrites what this one gave.
-                parts.append(torch.cat((posterior.mean.float(), posterior.std.float()), dim=1))
+                parts.append(torch.cat([each.float() for each in self.posterior(part)], dim=1))
         return torch.cat(parts).contiguous()
+
+    def posterior(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the latents, each [B, C, h, w], of pictures [B, 3, H, W] in [-1, 1]."""
+        found = self.vae.encode(pixels).latent_dist
+        return found.mean, found.std
+
+    @property
+    def tile_side(self) -> int:
+        """Of the largest picture [pixels] that the autoencoder encodes at once with `model.vae_tiling`."""
+        return int(self.vae.tile_sample_min_size)
 
     def draw_latents(self, moments: Tensor, posterior_noise: Tensor) -> Tensor:
         """Scaled latents [B, C, h, w], one draw from the posterior.
@@ -206,7 +215,7 @@ class Family(ABC):
 
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes."""
-        return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+        return (latents - (self.vae.config.get("shift_factor") or 0.0)) * self.vae.config.scaling_factor
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """The denoiser's conditioning for a batch. Runs the text encoders of which the batch has tokens as they are
@@ -280,7 +289,9 @@ class Family(ABC):
 
     def fit_problems(self) -> list[str]:
         """How parts do not fit together, one sentence each; first of all text encoders that the family cannot read."""
-        config, problems = self.denoiser.config, []
+        config, problems, wanted = self.denoiser.config, [], self.classes.get("vae", "AutoencoderKL")
+        if (found := type(self.vae).__name__) != wanted:
+            problems.append(f"model.vae: is a {found}, but {self.name} needs a {wanted}")
         for name, encoder in self.text_encoders().items():
             if self.parts.get(TEXT_PARTS[name]) is None:
                 problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
@@ -367,7 +378,7 @@ def is_stored(entry: Any) -> bool:
 
 def latent_grid(vae: AutoencoderKL) -> LatentGrid:
     """Latent channels and downscale factor."""
-    return LatentGrid(int(vae.config.latent_channels), 2 ** (len(vae.config.block_out_channels) - 1))
+    return LatentGrid(int(vae.config.latent_channels), 2 ** (len(level_channels(vae.config)) - 1))
 
 
 def blank_batch(

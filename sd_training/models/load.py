@@ -36,9 +36,11 @@ transformers.utils.logging.disable_progress_bar()
 
 
 _CLASSES: Mapping[str, str] = {
-    "vae": "AutoencoderKL",
+    "vae": "AutoencoderKL AutoencoderDC",
     "unet": "UNet2DConditionModel",
-    "transformer": "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel",
+    "transformer": (
+        "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel SanaTransformer2DModel"
+    ),
     "text_encoder": (
         "CLIPTextModel BertModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
         "T5EncoderModel XLMRobertaModel"

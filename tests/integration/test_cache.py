@@ -173,6 +173,13 @@ def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) ->
     assert counted == math.ceil(share / (1 - share)) > 0
 
 
+def test_an_autoencoder_without_a_posterior(tmp_path: Path) -> None:
+    sana = Home(tmp_path, save_pipeline("sana", tmp_path / "pipeline"), write_shards(tmp_path / "shards"))
+    train(sana.argv("online"))
+    train(sana.argv("cached", dataset__cache__path=sana.make("cache", "dtype=fp32")))
+    assert_equal(tmp_path / "online", tmp_path / "cached")
+
+
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:
     """The frozen parts of such a run are copies in bf16, for the builder as in training; a run that casts their weights
     at every step has the same cache. Exports hold the originals, which are written once."""

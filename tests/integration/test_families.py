@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sd_training.models.family import latent_grid
 from sd_training.training import DiffusionModule
 from sd_training.types import NoisedBatch
-from tests.family_makers import PIPELINES, save_pipeline
+from tests.family_makers import PIPELINES, drawn_size, save_pipeline
 from tests.faults.fork_server import shared_server
 from tests.integration.training import CrashAfter, Interrupted, options, train
 from tests.offline import refuse_connections
@@ -27,13 +28,12 @@ def load_and_draw(words: list[str]) -> None:
     from sd_training.export.draw import draw_images
 
     folder, file, name = words
+    height, width = drawn_size(name)
     left_out = {"text_encoder_3": None, "tokenizer_3": None} if "without_t5" in name else {}
     load = diffusers.DiffusionPipeline.from_pretrained
     pipeline = load(folder, local_files_only=True, low_cpu_mem_usage=False, **left_out)
-    size = {"height": 24, "width": 16}
-    [picture] = draw_images(
-        pipeline, ["a red picture"], [3], **size, num_inference_steps=3, guidance_scale=2.0, batch_size=1
-    )
+    options = {"num_inference_steps": 3, "guidance_scale": 2.0, "batch_size": 1}
+    [picture] = draw_images(pipeline, ["a red picture"], [3], height=height, width=width, **options)
     np.save(file, np.asarray(picture))
 
 
@@ -67,7 +67,7 @@ def test_trains_saves_resumes_loads_and_draws(pipeline: tuple[str, Path], shards
     picture = tmp_path / "picture.npy"
     words = [str(result), str(picture), name]
     shared_server().call("tests.integration.test_families:load_and_draw", words, tmp_path / "log")
-    assert np.load(picture).shape == (24, 16, 3)
+    assert np.load(picture).shape == (*drawn_size(name), 3)
     assert (
         json.loads((result / "model_index.json").read_text()).keys()
         == json.loads((folder / "model_index.json").read_text()).keys()
@@ -95,13 +95,15 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     batch.tokens = {n: torch.from_numpy(t.tokens)[None] for n, t in tokens.items()}
     batch.token_masks = {n: torch.from_numpy(t.mask)[None] for n, t in tokens.items()}
     batch.dropped = {n: torch.zeros(1, dtype=torch.bool) for n in (*tokens, "size", "crop")}
-    batch.original_size = batch.target_size = torch.tensor([[24, 16]])
+    batch.original_size = batch.target_size = torch.tensor([drawn_size(name)])
     batch.crop_top_left = torch.zeros(1, 2, dtype=torch.int64)
-    extra: dict[str, Any] = {"use_resolution_binning": False} if name == "pixart" else {}
+    extra: dict[str, Any] = {"use_resolution_binning": False} if name in ("pixart", "sana") else {}
     pipe.set_progress_bar_config(disable=True)
-    pipe(caption, height=24, width=16, num_inference_steps=1, guidance_scale=1.0, output_type="latent", **extra)
+    height, width = drawn_size(name)
+    extra |= {"height": height, "width": width}
+    pipe(caption, num_inference_steps=1, guidance_scale=1.0, output_type="latent", **extra)
     (theirs,) = calls
-    latents = torch.zeros(1, family.vae.config.latent_channels, 12, 8)
+    latents = torch.zeros(1, *latent_grid(family.vae).shape(height, width))
     # One step of these samplers is at pure noise, and at timestep 1.
     time = torch.full((1,), 1.0 if family.schedulers.objective.prediction_type == "flow_prediction" else 0.0015)
     levels = module.objective.schedule.levels(time)

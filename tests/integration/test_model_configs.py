@@ -35,7 +35,7 @@ from tests.integration.shipped_models import (
     write_shards,
 )
 from tests.integration.training import ROOT
-from tests.published_models import ATTENTION, FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT, vae
+from tests.published_models import ATTENTION, FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT
 from tests.test_configs import IDS, SHIPPED, filled
 
 
@@ -176,7 +176,7 @@ def test_a_tenth_is_trained_without_text_and_weights_are_averaged(name: str, tmp
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_autoencoder_of_other_channels_is_refused(name: str, words: dict[str, str], tmp_path: Path) -> None:
-    config = full_size(name, FROZEN[name] | {"vae": vae(8)}, words, tmp_path)
+    config = full_size(name, FROZEN[name] | {"vae": FROZEN[name]["vae"] | {"latent_channels": 8}}, words, tmp_path)
     with pytest.raises(ConfigError, match=r"model\.(unet|transformer)\.params\.in_channels: .* need (8|32)"):
         on_meta(config)
 

@@ -3,9 +3,9 @@
 Sizes are (height, width) in pixels, as everywhere; image files have (width, height), and the two are easily swapped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +204,15 @@ def training_sizes(params: DatasetParams) -> BucketTable:
     shortest, longest = buckets.min_side or side // 2, buckets.max_side or side * 2
     sizes = make(buckets.max_area or side * side, buckets.step, shortest, longest, buckets.max_aspect)
     return BucketTable(tuple(sizes), buckets.upscale)
+
+
+def level_channels(config: Mapping[str, Any]) -> Sequence[int]:
+    """Channels of the encoder at each size, the picture's first, from an autoencoder's settings.
+
+    Raises:
+        LookupError: they are those of no autoencoder.
+    """
+    return config.get("block_out_channels") or config["encoder_block_out_channels"]
 
 
 def size_problems(factor: int, sizes: Sequence[tuple[int, int]], patch_size: int = 1) -> list[str]:

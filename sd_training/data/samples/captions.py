@@ -221,10 +221,13 @@ class Tokenizer:
         tokenizer: transformers' of a text encoder. (Checks of options import this module, and transformers is slow.)
         length: tokens per caption; longer captions are truncated. None takes the tokenizer's `model_max_length`.
         is_lowercase: captions are lower-cased first, as some pipelines do.
+        prefix: what a pipeline puts before a caption, but not before the empty one. Its tokens count in `length`.
     """
 
-    def __init__(self, tokenizer: Any, length: int | None = None, *, is_lowercase: bool = False) -> None:
-        self.tokenizer, self.is_lowercase = tokenizer, is_lowercase
+    def __init__(
+        self, tokenizer: Any, length: int | None = None, *, is_lowercase: bool = False, prefix: str = ""
+    ) -> None:
+        self.tokenizer, self.is_lowercase, self.prefix = tokenizer, is_lowercase, prefix
         self.length = length or int(tokenizer.model_max_length)
         if self.length > _MAX_TOKENS:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
@@ -250,7 +253,13 @@ class Tokenizer:
 
     def _ids(self, caption: str, **options: Any) -> list[int]:
         text = caption.lower().strip() if self.is_lowercase else caption
-        return list(self.tokenizer(text, **options)["input_ids"])
+        return list(self.tokenizer(self.prefix + text if text else text, **options)["input_ids"])
+
+    def decode(self, tokens: Any) -> str:
+        """The caption that tokens were made of, as far as they hold it, in one line."""
+        rows = (tokens, self.tokenizer(self.prefix)["input_ids"] if self.prefix else [])
+        text, prefix = (" ".join(self.tokenizer.decode(row, skip_special_tokens=True).split()) for row in rows)
+        return text.removeprefix(prefix).lstrip()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}

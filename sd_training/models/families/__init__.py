@@ -12,13 +12,15 @@ from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
 from sd_training.models.families.mmdit import MMDiT
+from sd_training.models.families.sana import Sana
 from sd_training.models.families.unets import StableDiffusion, StableDiffusionXL
 from sd_training.models.family import Family
 from sd_training.models.load import first_line, load_part
 from sd_training.models.schedulers import FLOW_SAMPLER, UNET_FLOW_SAMPLER, load_schedulers
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
-    family.name: family for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT)
+    family.name: family
+    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT, Sana)
 }
 _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}
 """Class in `model_index.json` → family."""

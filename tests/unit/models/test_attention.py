@@ -32,6 +32,7 @@ CALLS = {
     "pixart": {"heads of 8, no mask": 2, "heads of 8, a mask": 2},
     "flux": {"heads of 16, no mask": 2},
     "mmdit_rope": {"heads of 8, a mask": 2},
+    "sana": {"heads of 8, a mask": 2},
 }
 """Per forward pass of the tiny networks."""
 

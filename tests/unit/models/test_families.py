@@ -74,6 +74,9 @@ MISFITS = [
     ),
     ("pixart", "transformer", {"out_channels": 7}, "out_channels: is 7, but the other parts need 4"),
     ("flux", "transformer", {"in_channels": 16}, "in_channels: is 16, but the other parts need 32"),
+    ("sana", "transformer", {"caption_channels": 20}, "caption_channels: is 20, but the other parts need 16"),
+    ("sana", "transformer", {"cross_attention_dim": 32}, "cross_attention_dim: is 32, but the other parts need 16"),
+    ("sana", "transformer", {"guidance_embeds": True}, "guidance_embeds: is True, but the other parts need False"),
     ("flux", "transformer", {"pooled_projection_dim": 20}, "is 20, but the other parts need 16"),
 ]
 

@@ -42,6 +42,7 @@ CASES: list[tuple[str, LoraConfig]] = [
     ("pixart", LORA),
     ("flux", LORA),
     ("mmdit_rope", LORA),
+    ("sana", LORA),
 ]
 
 
