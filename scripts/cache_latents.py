@@ -37,6 +37,7 @@ from sd_training.build.cache import CacheBuilder
 from sd_training.build.data import make_data
 from sd_training.build.models import frozen_family
 from sd_training.build.plan import Plan, make_plan
+from sd_training.build.prior import missing_class_images
 from sd_training.data.samples.cache import DTYPES
 from sd_training.models.family import latent_grid
 from sd_training.parallel.launch import use_own_device
@@ -121,6 +122,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(words)
     if config.model.train != "denoiser":
         raise ConfigError("model.train: vae trains on pixels; a cache is for training a denoiser")
+    if missing := missing_class_images(config):
+        raise ConfigError(
+            f"dataset.prior.path: {counted(len(missing), 'class image')} of dataset.prior.num_images are missing, which "
+            "a training draws: start it without a cache once, until its first step, and make the cache then"
+        )
     plan = make_plan(config, is_described=True)
     is_launched = plan.launch.launcher != "own"
     if given["processes"]:

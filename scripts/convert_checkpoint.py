@@ -209,9 +209,11 @@ def main() -> None:
     if given.target.suffix != ".safetensors" or not given.target.absolute().parent.is_dir():
         raise ConfigError(f"{given.target}: must be a *.safetensors file in a folder that exists")
     if given.source.is_dir():
-        from sd_training.export.single_file import write_single_file  # takes seconds to import
+        from sd_training.export.pipeline import CURRENT  # these take seconds to import
+        from sd_training.export.single_file import write_single_file
 
-        print(f"{given.target}: {counted(write_single_file(given.source, given.target), 'tensor')}")
+        folder = given.source / CURRENT if (given.source / CURRENT).is_dir() else given.source
+        print(f"{given.target}: {counted(write_single_file(folder, given.target), 'tensor')}")
         return
     words = [sys.executable, "-I", str(Path(__file__).resolve()), str(given.source.absolute())]
     words += [str(given.target.absolute()), _INSIDE, *([f"--key={given.key}"] if given.key else [])]

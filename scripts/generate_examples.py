@@ -171,13 +171,19 @@ def fingerprint(place: Path) -> str:
 def weighted(text: str) -> tuple[Path, float]:
     """PATH or PATH:WEIGHT."""
     path, _, weight = text.rpartition(":")
-    return (Path(path), float(weight)) if path and re.fullmatch(r"-?\d*\.?\d+", weight) else (Path(text), 1.0)
+    is_number = path and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", weight, re.IGNORECASE)
+    return (Path(path), float(weight)) if is_number else (Path(text), 1.0)
 
 
 def scheduler_param(text: str) -> tuple[str, Any]:
     """KEY=VALUE, a value of YAML."""
-    key, _, value = text.partition("=")
-    return key, yaml.safe_load(value)
+    key, sign, value = text.partition("=")
+    try:
+        if sign:
+            return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE with a value of YAML")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -230,6 +236,7 @@ def check_options(args: argparse.Namespace) -> None:
         *((name, "a multiple of 8", size % 8 == 0) for name, size in sizes),
         ("guidance_scale", "1 (off) or more", 1 <= args.guidance_scale < float("inf")),
         ("guidance_rescale", "from 0 to 1", 0 <= args.guidance_rescale <= 1),
+        ("guidance_rescale", "0 with a guidance scale of 1", args.guidance_scale > 1 or not args.guidance_rescale),
         ("negative_prompt", "left out with a guidance scale of 1", args.guidance_scale > 1 or not args.negative_prompt),
         ("strength", "above 0 and at most 1", args.strength is None or 0 < args.strength <= 1),
         ("seed", "0 or more", 0 <= args.seed < 2**62),

@@ -374,6 +374,17 @@ def _autoencoder(plan: Plan) -> Trained:
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator) and not is_contiguous:
         vae.to(memory_format=torch.channels_last)
     objective, perceptual, discriminator = config.objective, config.objective.reconstruction.perceptual_path, None
+    network = None if perceptual is None else load_perceptual(Path(perceptual))
+    if network is not None:
+        least = min(min(size) for size in training_sizes(config.dataset.params).sizes)
+        try:
+            with torch.no_grad():
+                network.pooled(torch.zeros(1, 3, least, least))
+        except RuntimeError as error:  # it downscales more often than so few pixels can be
+            raise ConfigError(
+                f"objective.reconstruction.perceptual_path: {perceptual} cannot take pictures with a side of {least} "
+                f"pixels ({str(error).splitlines()[0]}); raise dataset.params.resolution"
+            ) from error
     if objective.adversarial.weight:
         discriminator = PatchDiscriminator(objective.adversarial, config.experiment.seed)
     module = AutoencoderModule(
@@ -381,7 +392,7 @@ def _autoencoder(plan: Plan) -> Trained:
         objective,
         optimization(plan),
         is_decoder_only=config.model.vae_trained == "decoder",
-        perceptual=None if perceptual is None else load_perceptual(Path(perceptual)),
+        perceptual=network,
         discriminator=discriminator,
     )
 

@@ -359,8 +359,8 @@ def source_checkpoint(path: Path, *, contents: bool = True) -> Path:
         folders = [path] if _SEALED_NAME.fullmatch(path.name) else sealed_checkpoints(path / "checkpoints")[::-1]
     except OSError as error:
         raise ConfigError(f"experiment.start_from: {path} cannot be read: {error}") from error
-    problems = list[str]()
-    for folder in folders:
+    problems = [f"{folder} is no folder" for folder in folders if not folder.is_dir()]
+    for folder in folders if not problems else ():
         if not (found := verify_checkpoint(folder, contents=contents)):
             return folder
         problems.append(f"{folder} cannot be used: {'; '.join(found)}")

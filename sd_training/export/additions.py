@@ -66,6 +66,12 @@ class Additions:
             load_part("controlnet", PartConfig(pretrained=str(path), target=target), seed=0, option="--controlnet")
             for path, _ in self.controlnets
         ]
+        denoiser = pipeline.components.get("unet") or pipeline.transformer
+        for net, (path, _) in zip(nets, self.controlnets, strict=True):
+            for key in ("in_channels", "cross_attention_dim", "block_out_channels"):
+                own, other = denoiser.config.get(key), net.config.get(key)
+                if own is not None and other is not None and own != other:
+                    raise ConfigError(f"--controlnet: {path} has {key}={other}, and the denoiser of {name} has {own}")
         extra = {"controlnet": nets if len(nets) > 1 else nets[0]} if nets else {}
         return kind.from_pipe(pipeline, torch_dtype=dtype, **extra)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from diffusers.loaders import single_file_utils as diffusers_names
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,6 +62,9 @@ def write_single_file(folder: Path, target: Path) -> int:
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, partial, metadata={"format": "pt", **spec})
+        umask = os.umask(0o077)
+        os.umask(umask)
+        partial.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -74,7 +78,9 @@ def original_layout(folder: Path) -> dict[str, Tensor]:
         settings = {path.parent.name: json.loads(path.read_bytes()) for path in folder.glob("*/*config.json")}
         weights = {part: _weights(folder / part) for part in settings}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{folder}: is no pipeline folder: {error}") from error
+        adapters = "; it holds adapters alone, which model.lora.merge=true also adds to the weights"
+        is_lora = (folder / LORA_WEIGHT_NAME_SAFE).is_file()
+        raise ConfigError(f"{folder}: is no pipeline folder: {error}{adapters * is_lora}") from error
     if kind not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ConfigError(f"{folder}: is a {kind}; only Stable Diffusion 1.x, 2.x and XL have such a file")
     scheduler = settings.get("scheduler", {})

@@ -1,6 +1,7 @@
 """What scripts/generate_examples.py draws with adapters, few-step models, ControlNets and images, against diffusers
 called by hand."""
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-from diffusers import ControlNetModel, DiffusionPipeline, EulerDiscreteScheduler, LCMScheduler
+from diffusers import (
+    ControlNetModel,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    UNet2DConditionModel,
+)
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import save_file
@@ -255,6 +262,14 @@ def test_pictures_made_with_something_else_are_not_mixed(pipeline_dir: Path, tmp
         ),
         (["--strength", "0"], "--strength: 0.0 must be above 0"),
         (["--strength", "0.5"], "--strength: is only read with --init-image"),
+        (
+            ["--guidance-rescale", "0.7", "--guidance-scale", "1"],
+            "--guidance-rescale: 0.7 must be 0 with a guidance sc",
+        ),
+        (
+            ["--controlnet", "wide", "--control-image", "p.png"],
+            "--controlnet: wide has block_out_channels=[16, 16], and the denoiser of StableDiffusionPipeline has [8, 16]",
+        ),
         (["--guidance-rescale", "2"], "--guidance-rescale: 2.0 must be from 0 to 1"),
         (
             ["--scheduler-params", "timestep_spaceing=trailing"],
@@ -272,4 +287,21 @@ def test_mistakes_are_sentences(
     (tmp_path / "broken.safetensors").write_bytes(b"no header")
     save_file({"unet.mid_block.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
     makers.picture(0).save(tmp_path / "p.png")
+    if "wide" in options:
+        wide = UNet2DConditionModel(**{**makers.UNET_PARAMS, "block_out_channels": [16, 16]})
+        ControlNetModel.from_unet(wide, conditioning_embedding_out_channels=(8, 8)).save_pretrained(tmp_path / "wide")
     assert said in fails(lambda argv: draw(pipeline_dir, tmp_path / "out", *argv), "--prompt", "a", *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "weight"),
+    [("a/b:0.5", "a/b", 0.5), ("a:1e-1", "a", 0.1), ("a:-2", "a", -2.0), ("a", "a", 1.0), ("a:b", "a:b", 1.0)],
+)
+def test_weights_of_files(text: str, path: str, weight: float) -> None:
+    assert generate_examples.weighted(text) == (Path(path), weight)
+
+
+@pytest.mark.parametrize("text", ["a=[", "novalue"])
+def test_parameters_of_samplers_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not KEY=VALUE"):
+        generate_examples.scheduler_param(text)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import find_sample
+from scripts import cache_latents, find_sample
 from sd_training.build.dry_run import describe
 from sd_training.build.plan import make_plan
 from sd_training.build.prior import missing_class_images
@@ -74,6 +74,10 @@ def pictures(folder: Path) -> dict[str, bytes]:
 def test_a_run_with_a_prior(home: Path) -> None:
     """It draws what is missing, on any number of processes, and goes on after SIGKILL to the bit."""
     words = argv(home, "whole", "class")
+    with pytest.raises(
+        ConfigError, match=r"dataset\.prior\.path: 6 class images of dataset\.prior\.num_images are mis"
+    ):
+        cache_latents.main([*words, f"out={home / 'cache'}"])
     assert f"{NUM_IMAGES} class images are drawn first" in describe(make_plan(load_config(words), is_described=True))
     (home / "ids").mkdir()
     train(words, RecordIds(home / "ids"))

@@ -2,6 +2,7 @@
 bit; trained from; and what cannot be written or read."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -278,10 +279,13 @@ def test_a_run_begins_with_a_file_and_its_export_becomes_one(shards_dir: Path, t
     argv += [f"model.single_file_config={tmp_path / 'settings'}", "optimizer.params.learning_rate=0"]
     train([*argv, "model.use_ema=false"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["convert", str(tmp_path / "run" / "current_pipeline"), str(ours)])
+        patch.setattr(sys, "argv", ["convert", str(tmp_path / "run"), str(ours)])
         convert_checkpoint.main()
     assert f"{ours}: 349 tensors" in capsys.readouterr().out
     assert bit_differences(load_file(file), load_file(ours)) == []
+    umask = os.umask(0o077)
+    os.umask(umask)
+    assert ours.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_two_processes_that_are_killed_train_from_a_file_as_from_the_folder(shards_dir: Path, tmp_path: Path) -> None:

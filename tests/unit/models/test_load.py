@@ -86,7 +86,7 @@ def test_meta_networks_have_the_right_size(pipeline_dir: Path) -> None:
             {"target": "os.system"},
             "model.unet.target: 'os.system' is not allowed; use one of UNet2DConditionModel",
         ),
-        ("vae", {"target": "UNet2DConditionModel"}, "model.vae.target: .* use one of AutoencoderKL"),
+        ("vae", {"target": "UNet2DConditionModel"}, "model.vae.target: .* use one of AutoencoderDC, AutoencoderKL"),
         ("unet", {"params": {"in_chanels": 4}}, "model.unet.params.in_chanels: .* did you mean 'in_channels'"),
         ("unet", {"params": {"block_out_channels": [7]}}, "model.unet.params: UNet2DConditionModel cannot be made"),
         (
