@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(words)
     if config.model.train != "denoiser":
         raise ConfigError("model.train: vae trains on pixels; a cache is for training a denoiser")
-    if missing := missing_class_images(config):
+    if images := missing_class_images(config):
         raise ConfigError(
-            f"dataset.prior.path: {counted(len(missing), 'class image')} of dataset.prior.num_images are missing, which "
+            f"dataset.prior.path: {counted(len(images), 'class image')} of dataset.prior.num_images are missing, which "
             "a training draws: start it without a cache once, until its first step, and make the cache then"
         )
     plan = make_plan(config, is_described=True)
