@@ -89,6 +89,56 @@ def test_the_template_means_what_the_readme_of_sd_training_says(tmp_path: Path) 
     assert values["distributed"]["dist_backend"] == "nccl"
 
 
+def test_the_fine_tuning_example_has_the_values_of_sd_training(tmp_path: Path) -> None:
+    config = load("finetune_config.yaml", tmp_path)
+    assert (config.system.batch_size, config.system.gradient_accumulation, config.system.workers) == (2, 1, 6)
+    assert (config.experiment.num_eval_images, config.experiment.save_every) == (1000, 1000)
+    adam = config.optimizer.params
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.weight_decay, adam.epsilon) == (
+        1e-4,
+        0.9,
+        0.98,
+        0.01,
+        1e-8,
+    )
+    assert (config.model.use_ema, config.model.mixed_precision, config.model.xformers) == (False, "bf16", True)
+    assert (config.dataset.params.resolution, config.lr_scheduler.params.warmup_length) == (512, 500)
+
+
+def test_the_templates_have_the_numbers_of_sd_training(tmp_path: Path) -> None:
+    """Lengths, sizes and filters of its recipes, and its advice: 200,000 steps of 2,048 images."""
+    imagenet = load("templates/imagenet.yaml", tmp_path)
+    assert imagenet.dataset.type == "ClassificationWebDataset"
+    assert (imagenet.system.batch_size, imagenet.dataset.params.resolution) == (16, 512)
+    assert imagenet.experiment.num_examples_to_see == 110_000_000
+    one, two = (load(f"templates/sd2_base_stage{stage}.yaml", tmp_path) for stage in (1, 2))
+    assert one.experiment.num_examples_to_see == 2_000_000_000 > 200_000 * 2048
+    unet = to_plain(one)["model"]["unet"]["params"]
+    assert (unet["attention_head_dim"], unet["cross_attention_dim"]) == ([5, 10, 20, 20], 1024)
+    assert unet["use_linear_projection"] is True
+    for stage in (one, two):
+        assert stage.model.use_ema and stage.system.batch_size * 64 == 2048
+        assert stage.lr_scheduler.params.warmup_length == 10_000
+        assert (stage.dataset.params.filters or {}).items() >= {"punsafe": "<=0.1", "pwatermark": "<=0.5"}.items()
+    large = {"original_width": ">=512", "original_height": ">=512"}
+    assert (two.dataset.params.filters or {}).items() >= large.items()
+
+
+def test_the_mmdit_has_the_numbers_of_its_origin(tmp_path: Path) -> None:
+    """Network, rates and first stage of gmongaras' Stable Diffusion 3 from scratch."""
+    config = load("models/mmdit_rope.yaml", tmp_path)
+    network = to_plain(config)["model"]["transformer"]["params"]
+    assert (network["num_layers"], network["num_attention_heads"], network["attention_head_dim"]) == (19, 19, 64)
+    assert (network["in_channels"], network["patch_size"], network["mlp_ratio"]) == (16, 2, 4.0)
+    assert (network["text_dims"], network["pooled_dim"]) == ([2304, 1024], 768)
+    assert network["rope_base_size"] * 16 == config.dataset.params.resolution == 256
+    assert (config.optimizer.params.learning_rate, config.lr_scheduler.params.warmup_length) == (1e-4, 1000)
+    assert config.ema.update_every == 100 and config.ema.decay**100 == pytest.approx(0.99, abs=1e-4)
+    assert config.experiment.num_examples_to_see == 300_000 * 140 * 6 * 2
+    assert config.experiment.save_every == 1000 and config.model.gradient_checkpointing
+    assert config.dataset.params.buckets.step == 16 and not config.dataset.params.buckets.upscale
+
+
 def test_the_recipe_for_fine_tuning_is_careful(tmp_path: Path) -> None:
     """finetune_config.yaml keeps sd-training's values; the README starts from the recipe."""
     config = load("finetune_sd2.yaml", tmp_path)

@@ -103,7 +103,7 @@ def test_every_file_works_alone(batch: Path, job: Job) -> None:
     assert words[-3:] == ["-u", "train.py", "config=a b.yaml"]
     assert job.variable("MASTER_ADDR") == "127.0.0.2" and job.variable("OMP_NUM_THREADS") == "1"
     if "efa" in batch.name:
-        assert job.variable("FI_PROVIDER") == "efa"
+        assert job.variable("FI_PROVIDER") == "efa" and words[2:4] == ["--cpu-bind=verbose", "--accel-bind=n"]
 
 
 def test_the_job_beside_a_run(job: Job) -> None:

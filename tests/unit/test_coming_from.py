@@ -26,6 +26,7 @@ FILE_ENDINGS = (
     "jsonl",
     "log",
     "md",
+    "png",
     "py",
     "safetensors",
     "sh",
@@ -35,10 +36,10 @@ FILE_ENDINGS = (
     "yml",
 )
 """Last part of a dotted name that makes it a file."""
-FOLDERS = ("batch_files", "configs", "docs", "scripts", "tests")
+FOLDERS = ("batch_files", "configs", "docs", "scripts", "sd_training", "tests")
 
 _DOTTED = re.compile(r"[a-z_][a-z0-9_]*(?:\.[a-z0-9_]+)+")
-_FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./]+|train\.py")
+_FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+|train\.py")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -121,6 +122,19 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def broken_links(text: str, guide: Path) -> list[str]:
+    """Of a text that stands in this file."""
+    found = []
+    for link in _LINK.findall(re.sub(r"```.*?```", "", text, flags=re.S)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (guide.parent / file) if file else guide
+        if not target.is_file() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            found.append(f"{link}: no such page or heading")
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_name_what_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -140,14 +154,7 @@ def test_every_page_is_in_the_readme(page: Path) -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_links_of_guides_resolve(guide: Path) -> None:
-    text = re.sub(r"```.*?```", "", guide.read_text(encoding="utf-8"), flags=re.S)
-    for link in _LINK.findall(text):
-        if "://" in link:
-            continue
-        file, _, anchor = link.partition("#")
-        target = (guide.parent / file) if file else guide
-        assert target.is_file(), link
-        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    assert not broken_links(guide.read_text(encoding="utf-8"), guide)
 
 
 def test_a_renamed_option_is_found() -> None:
