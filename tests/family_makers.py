@@ -23,6 +23,7 @@ from tests.tiny_parts import (
     tiny_tokenizer,
     tiny_vae,
     vae,
+    z_image,
 )
 
 
@@ -137,6 +138,7 @@ PIPELINES: Mapping[str, Callable[[], DiffusionPipeline]] = {
     "flux": flux,
     "mmdit_rope": mmdit_rope,
     "sana": sana,
+    "z_image": z_image,
 }
 
 

@@ -53,6 +53,16 @@ T5_XXL = {
     "feed_forward_proj": "gated-gelu",
 }
 GEMMA_2B: dict[str, Any] = {"vocab_size": 256_000, "hidden_size": 2304, "num_hidden_layers": 26}
+QWEN3_4B: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
 MODERNBERT_LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 2624,
@@ -71,6 +81,7 @@ FROZEN: Mapping[str, dict[str, Any]] = {
     "pixart_sigma": {"vae": vae(4), "text_encoder": T5_XXL},
     "flux": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
     "sana_1600m": {"vae": deep_autoencoder(), "text_encoder": GEMMA_2B},
+    "z_image": {"vae": vae(16), "text_encoder": QWEN3_4B},
     "mmdit_rope": {"vae": vae(16), "text_encoders": [GEMMA_2B, MODERNBERT_LARGE, CLIP_L]},
 }
 """What stands on the hub: arguments of the frozen parts, of the published sizes."""
@@ -85,6 +96,7 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "pixart_sigma": {"transformer": 610.9, "vae": 83.7, "text_encoder": 4762.3},
     "flux": {"transformer": 11901.4, "text_encoder": 123.1, "text_encoder_2": 4762.3},
     "sana_1600m": {"transformer": 1604.5, "vae": 312.3, "text_encoder": 2614.3},
+    "z_image": {"transformer": 6154.9, "text_encoder": 4022.5},
     "mmdit_rope": {"transformer": 1247.5},
 }
 """Published counts [millions]."""
@@ -97,6 +109,7 @@ FORWARD_GFLOP: Mapping[str, Mapping[tuple[int, int], str]] = {
     "sd3_medium": {(256, 154): "578.8", (512, 154): "1802.6", (1024, 154): "8437"},
     "pixart_sigma": {(256, 120): "298", (512, 120): "1236", (1024, 120): "6510"},
     "flux": {(256, 256): "6807"},
+    "z_image": {(512, 512): "18534", (1024, 512): "62506"},
     "sana_1600m": {(512, 300): "836.6", (1024, 300): "2966.7"},
 }
 """(pixels along a side, text tokens) → forward pass of the denoiser for one picture, counted once by hand-written
@@ -118,6 +131,7 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
     ),
     "flux": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
     "sana_1600m": ({"num_attention_heads": 70, "num_cross_attention_heads": 20}, "flow_prediction", 3.0),
+    "z_image": ({"n_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512]}, "flow_prediction", 3.0),
     "mmdit_rope": ({"num_attention_heads": 19}, "flow_prediction", 1.0),
 }
 """Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
@@ -134,6 +148,7 @@ ATTENTION: Mapping[str, dict[tuple[int, bool], int]] = {
     "pixart_sigma": {(72, False): 28, (72, True): 28},
     "flux": {(128, False): 57},
     "sana_1600m": {(112, True): 20},
+    "z_image": {(128, False): 2, (128, True): 32},
     "mmdit_rope": {(64, True): 19},
 }
 """Width of a head, and whether there is a mask → attention calls per forward pass. Of CUDA's kernels flash takes no
@@ -149,6 +164,7 @@ WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "sd3_medium": ("text_encoder_3", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
     "pixart_sigma": ("text_encoder", T5_XXL | _T5_WIDTH, "caption_channels"),
     "flux": ("text_encoder_2", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
+    "z_image": ("text_encoder", QWEN3_4B | {"hidden_size": 2048}, "cap_feat_dim"),
     "sana_1600m": ("text_encoder", GEMMA_2B | {"hidden_size": 2048}, "caption_channels"),
 }
 """Model → a text encoder of another width, and the denoiser's option that does not fit it."""

@@ -30,6 +30,8 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -228,6 +230,34 @@ def sana() -> DiffusionPipeline:
             cross_attention_dim=16,
             caption_channels=WIDTH,
             sample_size=8,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def z_image() -> DiffusionPipeline:
+    """A Z-Image pipeline with one block of each kind."""
+    words = tiny_tokenizer()
+    words.model_max_length = 512
+    words.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return diffusers.ZImagePipeline(
+        vae=vae(CHANNELS),
+        text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(words), num_key_value_heads=1, head_dim=8, **sizes)),
+        tokenizer=words,
+        transformer=diffusers.ZImageTransformer2DModel(
+            in_channels=CHANNELS,
+            dim=32,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 32, 32],
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )

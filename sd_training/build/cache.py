@@ -157,7 +157,14 @@ def _tokenizer_digest(tokenizer: Tokenizer) -> str:
     rules = json.loads(own.backend_tokenizer.to_str()) if own.is_fast else {"vocabulary": own.get_vocab()}
     # The latest call sets these two; lengths are ours.
     rules |= {"truncation": None, "padding": None}
-    named = [tokenizer.length, tokenizer.is_lowercase, tokenizer.prefix, own.pad_token_id, own.eos_token_id]
+    named = [
+        tokenizer.length,
+        tokenizer.is_lowercase,
+        tokenizer.prefix,
+        tokenizer.suffix,
+        own.pad_token_id,
+        own.eos_token_id,
+    ]
     return hashlib.sha256(json.dumps([rules, named], sort_keys=True).encode()).hexdigest()
 
 

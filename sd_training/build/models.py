@@ -201,6 +201,9 @@ def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> lis
         problems += xformers_problems(family.denoiser)
     if config.model.float8 is not None and family.denoiser_part == "unet":
         problems.append(f"model.float8: is for the blocks of a transformer, and {family.name} has a UNet; remove it")
+    if config.trainer.compile != "off" and not family.has_fixed_text:
+        lengths = f"{family.name} gives the denoiser every caption at its own length, each of which would be compiled"
+        problems.append(f"trainer.compile: {config.trainer.compile}, but {lengths}; use off")
     wanted, most = config.sampling.num_inference_steps, family.schedulers.objective.schedule.num_timesteps
     if wanted > most:
         problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")

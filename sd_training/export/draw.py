@@ -237,6 +237,8 @@ def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
         return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
     as_trained = {"use_resolution_binning": False, "clean_caption": False}  # sizes and captions
     known = inspect.signature(pipeline.__call__).parameters
+    if name.startswith("ZImage"):  # whose 0 is off
+        scale -= 1
     # A guidance-distilled FLUX takes the scale as an input of the transformer.
     return {"guidance_scale": scale, **{key: value for key, value in as_trained.items() if key in known}}
 

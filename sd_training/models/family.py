@@ -73,8 +73,12 @@ class Family(ABC):
     """Part → class, where it is not the part's usual one, and of every text encoder whose outputs `encode` reads."""
     predictions: ClassVar[tuple[PredictionType, ...]] = ("flow_prediction",)
     """Prediction types that the family's pipeline can sample."""
+    sets_noise_levels: ClassVar[bool] = False
+    """Whether the pipeline gives the sampler its noise levels, which not every sampler takes."""
     text_lengths: ClassVar[Mapping[str, int]] = {}
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
+    has_fixed_text: ClassVar[bool] = True
+    """Whether the denoiser gets all captions at one length."""
     packing: ClassVar[int] = 1
     """Latent cells along one side of what the denoiser calls a cell."""
     text_width: ClassVar[str] = "joint_attention_dim"

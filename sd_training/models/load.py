@@ -39,11 +39,12 @@ _CLASSES: Mapping[str, str] = {
     "vae": "AutoencoderKL AutoencoderDC",
     "unet": "UNet2DConditionModel",
     "transformer": (
-        "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel SanaTransformer2DModel"
+        "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel SanaTransformer2DModel "
+        "ZImageTransformer2DModel"
     ),
     "text_encoder": (
         "CLIPTextModel BertModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
-        "T5EncoderModel XLMRobertaModel"
+        "Qwen3Model T5EncoderModel XLMRobertaModel"
     ),
     "tokenizer": "CLIPTokenizer AutoTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast",
     "controlnet": "ControlNetModel FluxControlNetModel SD3ControlNetModel",

@@ -45,6 +45,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("words")
     words = makers.tiny_tokenizer()
     words.model_max_length = 77
+    words.chat_template = "{{ messages[0].content }}"
     words.save_pretrained(folder / "clip")
     t5_tokenizer().save_pretrained(folder / "t5")
     return {kind: str(folder / kind) for kind in ("clip", "t5")}

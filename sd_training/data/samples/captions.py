@@ -221,13 +221,22 @@ class Tokenizer:
         tokenizer: transformers' of a text encoder. (Checks of options import this module, and transformers is slow.)
         length: tokens per caption; longer captions are truncated. None takes the tokenizer's `model_max_length`.
         is_lowercase: captions are lower-cased first, as some pipelines do.
-        prefix: what a pipeline puts before a caption, but not before the empty one. Its tokens count in `length`.
+        prefix, suffix: what a pipeline puts around a caption. Their tokens count in `length`.
+        is_empty_bare: whether it does not around the empty caption.
     """
 
     def __init__(
-        self, tokenizer: Any, length: int | None = None, *, is_lowercase: bool = False, prefix: str = ""
+        self,
+        tokenizer: Any,
+        length: int | None = None,
+        *,
+        is_lowercase: bool = False,
+        prefix: str = "",
+        suffix: str = "",
+        is_empty_bare: bool = False,
     ) -> None:
-        self.tokenizer, self.is_lowercase, self.prefix = tokenizer, is_lowercase, prefix
+        self.tokenizer, self.is_lowercase, self.is_empty_bare = tokenizer, is_lowercase, is_empty_bare
+        self.prefix, self.suffix = prefix, suffix
         self.length = length or int(tokenizer.model_max_length)
         if self.length > _MAX_TOKENS:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
@@ -253,13 +262,16 @@ class Tokenizer:
 
     def _ids(self, caption: str, **options: Any) -> list[int]:
         text = caption.lower().strip() if self.is_lowercase else caption
-        return list(self.tokenizer(self.prefix + text if text else text, **options)["input_ids"])
+        is_bare = self.is_empty_bare and not text
+        whole = text if is_bare else f"{self.prefix}{text}{self.suffix}"
+        return list(self.tokenizer(whole, **options)["input_ids"])
 
     def decode(self, tokens: Any) -> str:
         """The caption that tokens were made of, as far as they hold it, in one line."""
-        rows = (tokens, self.tokenizer(self.prefix)["input_ids"] if self.prefix else [])
-        text, prefix = (" ".join(self.tokenizer.decode(row, skip_special_tokens=True).split()) for row in rows)
-        return text.removeprefix(prefix).lstrip()
+        around = (self.tokenizer(text)["input_ids"] if text else [] for text in (self.prefix, self.suffix))
+        texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in (tokens, *around))
+        text, prefix, suffix = (" ".join(own.split()) for own in texts)
+        return text.removeprefix(prefix).removesuffix(suffix).strip()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}

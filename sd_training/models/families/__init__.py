@@ -14,13 +14,14 @@ from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
 from sd_training.models.families.mmdit import MMDiT
 from sd_training.models.families.sana import Sana
 from sd_training.models.families.unets import StableDiffusion, StableDiffusionXL
+from sd_training.models.families.z_image import ZImage
 from sd_training.models.family import Family
 from sd_training.models.load import first_line, load_part
 from sd_training.models.schedulers import FLOW_SAMPLER, UNET_FLOW_SAMPLER, load_schedulers
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
     family.name: family
-    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT, Sana)
+    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT, Sana, ZImage)
 }
 _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}
 """Class in `model_index.json` → family."""
@@ -57,10 +58,10 @@ def load_family(
         problems.append(f"model.{other}: {cls.name} has none; its denoiser is model.{cls.denoiser_part}")
     if model.single_file_config is not None and not is_unet:
         problems.append(f"model.single_file_config: is only known for stable_diffusion and sdxl, not for {cls.name}")
-    if schedulers is not None and cls.name == "flux":  # whose pipeline gives the sampler its noise levels
+    if schedulers is not None and cls.sets_noise_levels:
         name, takes = type(schedulers.sampler).__name__, inspect.signature(schedulers.sampler.set_timesteps).parameters
         if "sigmas" not in takes:
-            other = f"cannot sample FLUX; use {FLOW_SAMPLER} or {UNET_FLOW_SAMPLER}"
+            other = f"cannot sample {cls.name}; use {FLOW_SAMPLER} or {UNET_FLOW_SAMPLER}"
             problems.append(f"model.noise_scheduler_inference.target: {name} {other}")
     for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
         is_read = cls.has_zero_text if name == "null_text" else cls.has_size_numbers

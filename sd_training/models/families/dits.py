@@ -132,6 +132,7 @@ class Flux(Family):
     pipeline_class = FluxPipeline
     block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     packing = 2
+    sets_noise_levels = True
     tensor_attention = ("attn",)
     head_axis = 2
     tensor_mlps = (_MLP, _TEXT_MLP)

@@ -39,7 +39,7 @@ class Sana(Family):
         """As `Family.tokenizers`, behind the instruction: its last token and its first one count among `LENGTH`."""
         own = self.parts["tokenizer"]
         length = len(own.encode(INSTRUCTION)) + LENGTH - 2
-        return {"text_encoder": Tokenizer(own, length, is_lowercase=True, prefix=INSTRUCTION)}
+        return {"text_encoder": Tokenizer(own, length, is_lowercase=True, prefix=INSTRUCTION, is_empty_bare=True)}
 
     def posterior(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """As `Family.posterior`; a picture has one code."""

@@ -52,6 +52,9 @@ def test_a_picture_costs_what_a_step_executes(
     trained = build_model(make_plan(load_config(argv)))
     side = 32 // trained.latent_grid.downscale
     picture = PictureFlops(trained)(side, side)
+    if not trained.family.has_fixed_text:  # captions are counted at their full length
+        assert picture is not None and picture * BATCH > executed
+        return
     assert picture is not None and picture * BATCH == executed
     cached = PictureFlops(trained, ("vae", *TEXT_PARTS))(side, side)
     assert cached is not None and cached * BATCH == 3 * counted.in_network

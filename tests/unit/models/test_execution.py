@@ -106,7 +106,7 @@ def compile_counts() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("which", ["full", "blocks"])
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name != "z_image"])  # which is not compiled
 def test_graphs_breaks_and_recompilations_under_autocast(name: str, which: str, root: Path) -> None:
     """A graph that breaks, or is made again in a later step, would be slow in silence."""
     family, counted = load_tiny(name, root / name), [compile_counts()]

@@ -77,6 +77,8 @@ MISFITS = [
     ("sana", "transformer", {"caption_channels": 20}, "caption_channels: is 20, but the other parts need 16"),
     ("sana", "transformer", {"cross_attention_dim": 32}, "cross_attention_dim: is 32, but the other parts need 16"),
     ("sana", "transformer", {"guidance_embeds": True}, "guidance_embeds: is True, but the other parts need False"),
+    ("z_image", "transformer", {"cap_feat_dim": 20}, "cap_feat_dim: is 20, but the other parts need 16"),
+    ("z_image", "transformer", {"siglip_feat_dim": 8}, "siglip_feat_dim: is 8, but the other parts need None"),
     ("flux", "transformer", {"pooled_projection_dim": 20}, "is 20, but the other parts need 16"),
 ]
 
@@ -179,7 +181,7 @@ def test_shifts_are_sampled_as_they_are_trained(folders: dict[str, Path]) -> Non
     sampler = load(model.replace(noise_scheduler_inference=heun)).schedulers.sampler
     assert type(sampler).__name__ == heun.target and sampler.config.shift == 3.0
     with pytest.raises(
-        ConfigError, match=r"inference\.target: FlowMatchHeunDiscreteScheduler cannot sample FLUX; use "
+        ConfigError, match=r"inference\.target: FlowMatchHeunDiscreteScheduler cannot sample flux; use "
     ):
         load(ModelConfig(pretrained=str(folders["flux"]), noise_scheduler_inference=heun))
     with pytest.raises(

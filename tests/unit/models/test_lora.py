@@ -43,6 +43,7 @@ CASES: list[tuple[str, LoraConfig]] = [
     ("flux", LORA),
     ("mmdit_rope", LORA),
     ("sana", LORA),
+    ("z_image", LORA),
 ]
 
 
