@@ -173,11 +173,15 @@ def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) ->
     assert counted == math.ceil(share / (1 - share)) > 0
 
 
-def test_an_autoencoder_without_a_posterior(tmp_path: Path) -> None:
-    sana = Home(tmp_path, save_pipeline("sana", tmp_path / "pipeline"), write_shards(tmp_path / "shards"))
-    train(sana.argv("online"))
-    train(sana.argv("cached", dataset__cache__path=sana.make("cache", "dtype=fp32")))
-    assert_equal(tmp_path / "online", tmp_path / "cached")
+@pytest.mark.parametrize("family", ["sana", "z_image"])
+def test_one_code_for_a_picture_and_captions_of_their_own_lengths(family: str, tmp_path: Path) -> None:
+    """An autoencoder without a posterior, and masks that are shapes."""
+    home = Home(tmp_path, save_pipeline(family, tmp_path / "pipeline"), write_shards(tmp_path / "shards"))
+    train(home.argv("online"))
+    train(home.argv("cached", dataset__cache__path=home.make("cache", "dtype=fp32")))
+    train(home.argv("encoders", distributed__encoders=1, system__workers=1))
+    for other in ("cached", "encoders"):
+        assert_equal(tmp_path / "online", tmp_path / other)
 
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:
