@@ -74,8 +74,15 @@ def read_config(arguments: argparse.Namespace) -> Config:
 def load_data_config(argv: Sequence[str]) -> Config:
     """As `load_config`, for tools that look at the data only: no model, folder or name need be given."""
     given = {item.partition("=")[0] for item in argv}
-    stand_ins = {"experiment.log_dir": ".", "experiment.name": "data", "model.pretrained": "nobody/nothing"}
-    return load_config([*(f"{key}={value}" for key, value in stand_ins.items() if key not in given), *argv])
+    places = {"experiment.log_dir": ".", "experiment.name": "data"}
+    words = [*(f"{key}={value}" for key, value in places.items() if key not in given), *argv]
+    try:
+        return load_config(words)
+    except ConfigError:
+        if "model.pretrained" in given:
+            raise
+        # Not at first: beside the parts of a model from scratch it is warned of.
+        return load_config(["model.pretrained=nobody/nothing", *words])
 
 
 def _flag(name: str, key: str, value: object, overrides: Sequence[str]) -> list[str]:

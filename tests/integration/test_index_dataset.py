@@ -40,6 +40,12 @@ def test_the_data_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "filter pwatermark < 0.5:" in capsys.readouterr().out
 
 
+def test_a_model_from_scratch_is_not_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """The stand-in for a missing model would win over its parts."""
+    config = config_of(f"config={ROOT / 'configs' / 'models' / 'sd15.yaml'}", "dataset.params.path=x")
+    assert config.model.pretrained is None and "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["lang=en", "a.b=c", "😀", "${a}", "sp ace [1]", "x: y", "007"])
 def test_any_name_can_be_a_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     makers.caption_shards(tmp_path / name, shards=1)
