@@ -80,9 +80,11 @@ def read(path: Path) -> Any:
 
 
 def read_toml(text: str) -> Any:
-    """Python 3.11 has a reader, Python 3.10 not."""
-    import tomllib
-
+    """Raises ConfigError under Python 3.10, which has no reader."""
+    try:
+        import tomllib
+    except ImportError:
+        raise ConfigError("--from kohya: TOML files need Python 3.11 for this command") from None
     return tomllib.loads(text)
 
 
