@@ -61,6 +61,11 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
     own = {name for name in there if _NAME.fullmatch(name)}
     foreign = sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in there - own)
     missing = [name for i in range(prior.num_images - foreign) if (name := f"class_{i:06d}.png") not in own]
+    if missing and config.model.from_scratch:
+        raise ConfigError(
+            f"model.from_scratch: random weights would draw the {len(missing)} class images that are missing in "
+            f"{folder}; put pictures there, or set it to false"
+        )
     if missing and (raised := [str(change) for change in changed if change.key == "dataset.prior.num_images"]):
         raise ConfigError(
             f"{raised[0]}: more class images are another order of samples than the run began with; restore it, or "
@@ -75,6 +80,9 @@ def _drawn_from(config: Config) -> dict[str, object]:
     return {
         "model.pretrained": model.pretrained,
         "model.revision": model.revision,
+        "model.unet.pretrained": model.unet.pretrained,
+        "model.transformer.pretrained": model.transformer.pretrained,
+        "model.noise_scheduler_inference.target": model.noise_scheduler_inference.target,
         "dataset.prior.prompt": dataset.prior.prompt,
         "dataset.params.resolution": dataset.params.resolution,
         "sampling.num_inference_steps": sampling.num_inference_steps,

@@ -26,7 +26,7 @@ from sd_training.config.schema import (
     warmup_length,
     with_preset,
 )
-from sd_training.config.value_types import is_url, output_problem
+from sd_training.config.value_types import is_url, output_path, output_problem
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
@@ -106,7 +106,8 @@ def _parts(config: Config) -> Iterator[str]:
             elif part in needed and part not in given:
                 yield f"{key}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
         elif not part.startswith("noise_scheduler"):
-            for name in ("params",) if is_tokenizer else ("target", "params"):
+            # The class of a text encoder or tokenizer is another one than the family's where that is allowed.
+            for name in ("params",) if is_tokenizer or part.startswith("text_encoder") else ("target", "params"):
                 if getattr(own, name):
                     yield f"{key}.{name}: is not read together with {key}.pretrained; remove it ({key}.{name}=null)"
         if part in given and part not in known and model.train == "denoiser":
@@ -300,6 +301,11 @@ def _data(config: Config) -> Iterator[str]:
 def _prior(config: Config) -> Iterator[str]:
     if not all(config.dataset.prior.prompts or [""]):
         yield "dataset.prior.prompt: is required with dataset.prior.path: the caption of the class images"
+    own = config.dataset.params.path
+    for path in filter(None, [own] if isinstance(own, str) else own):
+        folder = Path(path).expanduser()
+        if folder.is_dir() and output_path(str(config.dataset.prior.path)).resolve().is_relative_to(folder.resolve()):
+            yield f"dataset.prior.path: lies in {path}, so its images would be the subject's as well; give another"
     if config.system.batch_size % 2:
         yield f"system.batch_size: is {config.system.batch_size}; half of it are class images, so give an even number"
     if config.dataset.mix:

@@ -195,6 +195,8 @@ def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"were drawn in another way: {key} was '{value}', now"):
             missing_class_images(config)
     (tmp_path / "class" / "drawn_from.json").write_text(json.dumps({"dataset.prior.prompt": CLASS}))
+    with pytest.raises(ConfigError, match=r"model\.from_scratch: random weights would draw the 3 class images"):
+        missing_class_images(config.replace(model=config.model.replace(from_scratch=True)))
     assert missing_class_images(config)  # an older version did not write what the pictures were drawn by
 
 
@@ -206,8 +208,9 @@ def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
         ("system.batch_size=3", r"system\.batch_size: is 3; half of it"),
         ("dataset.params.buckets.mode=ladder", r"dataset\.params\.buckets\.mode: class images are squares"),
         ("dataset.mix=[{params: {path: x}}]", r"dataset\.mix: every sample"),
+        ("dataset.prior.path={home}/subject/class", r"dataset\.prior\.path: lies in .*/subject, so its images would"),
     ],
 )
 def test_what_does_not_fit_a_prior(word: str, said: str, home: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_config([*argv(home, "wrong", "none"), word])
+        load_config([*argv(home, "wrong", "none"), word.replace("{home}", str(home))])

@@ -1,6 +1,7 @@
 """Other text encoders than the published ones: trained, saved, resumed, drawn; the same conditioning as the pipeline's;
 widths and pooled vectors that do not fit; dropout by encoder; zeros as null text of mmdit_rope."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2Model
 
+from sd_training.config.load import load_config
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.data.samples.sample import NO_DROPOUT, draw_dropout
 from sd_training.errors import ConfigError
@@ -155,6 +157,11 @@ def test_parts_may_name_any_text_encoder_and_widths_are_checked(pipeline_dir: Pa
         else:
             family = load_family(model, ObjectiveConfig(), ConditioningConfig(), seed=0, meta=True)
             assert family.text_shapes() == ([(16, 24)], 0)
+            chosen = model.model_dump(exclude_defaults=True)
+            path = tmp_path / "model.yaml"
+            path.write_text(json.dumps({"model": chosen}))
+            words = ["experiment.log_dir=x", "experiment.name=x", "experiment.num_steps=1", "dataset.params.path=x"]
+            assert load_config([f"config={path}", *words]).model == model
 
 
 @pytest.mark.parametrize(
