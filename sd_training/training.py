@@ -345,8 +345,7 @@ class DiffusionModule(TrainedModule):
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
             network.requires_grad_(False).eval()
-        if is_text_trained:
-            family.freeze_unread_text()
+        family.freeze_unread()
         network = family.denoiser
         super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained

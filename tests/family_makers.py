@@ -17,6 +17,7 @@ from tests.tiny_parts import (
     WIDTH,
     clip,
     flux,
+    qwen_image,
     sana,
     t5,
     t5_tokenizer,
@@ -139,6 +140,7 @@ PIPELINES: Mapping[str, Callable[[], DiffusionPipeline]] = {
     "mmdit_rope": mmdit_rope,
     "sana": sana,
     "z_image": z_image,
+    "qwen_image": qwen_image,
 }
 
 

@@ -63,6 +63,20 @@ QWEN3_4B: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 40_960,
 }
+QWEN2_5_VL_7B: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128_000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    "tie_word_embeddings": False,
+}
 MODERNBERT_LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 2624,
@@ -81,6 +95,7 @@ FROZEN: Mapping[str, dict[str, Any]] = {
     "pixart_sigma": {"vae": vae(4), "text_encoder": T5_XXL},
     "flux": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
     "sana_1600m": {"vae": deep_autoencoder(), "text_encoder": GEMMA_2B},
+    "qwen_image": {"vae": {"z_dim": 16}, "text_encoder": QWEN2_5_VL_7B},
     "z_image": {"vae": vae(16), "text_encoder": QWEN3_4B},
     "mmdit_rope": {"vae": vae(16), "text_encoders": [GEMMA_2B, MODERNBERT_LARGE, CLIP_L]},
 }
@@ -96,6 +111,7 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "pixart_sigma": {"transformer": 610.9, "vae": 83.7, "text_encoder": 4762.3},
     "flux": {"transformer": 11901.4, "text_encoder": 123.1, "text_encoder_2": 4762.3},
     "sana_1600m": {"transformer": 1604.5, "vae": 312.3, "text_encoder": 2614.3},
+    "qwen_image": {"transformer": 20430.4, "vae": 126.9, "text_encoder": 8292.2},
     "z_image": {"transformer": 6154.9, "text_encoder": 4022.5},
     "mmdit_rope": {"transformer": 1247.5},
 }
@@ -109,6 +125,7 @@ FORWARD_GFLOP: Mapping[str, Mapping[tuple[int, int], str]] = {
     "sd3_medium": {(256, 154): "578.8", (512, 154): "1802.6", (1024, 154): "8437"},
     "pixart_sigma": {(256, 120): "298", (512, 120): "1236", (1024, 120): "6510"},
     "flux": {(256, 256): "6807"},
+    "qwen_image": {(512, 512): "22639", (1024, 512): "78304"},
     "z_image": {(512, 512): "18534", (1024, 512): "62506"},
     "sana_1600m": {(512, 300): "836.6", (1024, 300): "2966.7"},
 }
@@ -131,6 +148,7 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
     ),
     "flux": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
     "sana_1600m": ({"num_attention_heads": 70, "num_cross_attention_heads": 20}, "flow_prediction", 3.0),
+    "qwen_image": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
     "z_image": ({"n_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512]}, "flow_prediction", 3.0),
     "mmdit_rope": ({"num_attention_heads": 19}, "flow_prediction", 1.0),
 }
@@ -148,6 +166,7 @@ ATTENTION: Mapping[str, dict[tuple[int, bool], int]] = {
     "pixart_sigma": {(72, False): 28, (72, True): 28},
     "flux": {(128, False): 57},
     "sana_1600m": {(112, True): 20},
+    "qwen_image": {(128, True): 60},
     "z_image": {(128, False): 2, (128, True): 32},
     "mmdit_rope": {(64, True): 19},
 }

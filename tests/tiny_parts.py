@@ -30,6 +30,8 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3Model,
     T5Config,
@@ -260,6 +262,39 @@ def z_image() -> DiffusionPipeline:
             axes_lens=[1024, 32, 32],
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def qwen_image() -> DiffusionPipeline:
+    """A Qwen-Image pipeline, whose encoder has eyes that nothing is shown to."""
+    words = tiny_tokenizer()
+    words.model_max_length = 1024
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {"vocab_size": len(words), "num_key_value_heads": 1, "rope_parameters": rope, **sizes}
+    eyes = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
+    return diffusers.QwenImagePipeline(
+        vae=diffusers.AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False],
+            latents_mean=[0.1, -0.1, 0.0, 0.2],
+            latents_std=[1.2, 1.0, 0.8, 1.0],
+        ),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes)),
+        tokenizer=words,
+        transformer=diffusers.QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
     )
 
 

@@ -449,7 +449,7 @@ def encoding_bytes(vae: Any, size: tuple[int, int], samples: int, precision: str
     """Peak while the frozen autoencoder encodes pictures, without its weights: beside the pictures, four tensors of the
     first block, which has the whole height and width; autocast makes two of them narrow."""
     channels, width = level_channels(vae.config)[0], 16 if precision == "fp32" else 12
-    return samples * size[0] * size[1] * (width * channels + FP32_BYTES * vae.config.in_channels)
+    return samples * size[0] * size[1] * (width * channels + FP32_BYTES * vae.config.get("in_channels", 3))
 
 
 _FP32_NAMES = (
@@ -487,6 +487,8 @@ def cuda_autocast(precision: str) -> Iterator[None]:
 def fake_copy(network: Any) -> Any:
     """The network with fake tensors; to be called under FakeTensorMode."""
     fakes: dict[int, Any] = {id(b): torch.empty(b.shape, dtype=b.dtype, device=DEVICE) for b in network.buffers()}
+    loose = (v for module in network.modules() for v in vars(module).values() if isinstance(v, Tensor))
+    fakes |= {id(value): torch.empty(value.shape, dtype=value.dtype, device=DEVICE) for value in loose}
     for own in network.parameters():
         tensor = torch.empty(own.shape, dtype=own.dtype, device=DEVICE)
         fakes[id(own)] = nn.Parameter(tensor, requires_grad=own.requires_grad)

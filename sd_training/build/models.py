@@ -257,7 +257,8 @@ def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any
     for network in [family.vae, *([] if config.model.trains_text else family.text_encoders().values())]:
         network.requires_grad_(False).eval()
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator, is_frozen=True):
-        family.vae.to(memory_format=torch.channels_last)
+        for parameter in (own for own in family.vae.parameters() if own.ndim == 4):  # others may be of films
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
     if config.model.vae_slicing:
         family.vae.enable_slicing()
     if config.model.vae_tiling:
@@ -344,6 +345,9 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
     for name, buffer in network.named_buffers():  # also those that are computed at construction and not stored
         parent, _, leaf = name.rpartition(".")
         setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
+    for name, module in network.named_modules():  # tensors that are no buffers are without values in the twin
+        loose = {key: value.cpu() for key, value in vars(module).items() if isinstance(value, Tensor)}
+        vars(copy.get_submodule(name)).update(loose)
     return copy
 
 

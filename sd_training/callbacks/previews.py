@@ -196,7 +196,7 @@ class BatchPictures(OptimizerStepCallback):
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once).chunk(2, dim=1)
                 with autocast(pixels.device, precision):
-                    decoded = torch.cat([module.family.vae.decode(p).sample.float() for p in mean.split(at_once)])
+                    decoded = torch.cat([module.family.decode(part).float() for part in mean.split(at_once)])
             pairs = torch.cat((pixels, byte_pixels(decoded)), dim=3).cpu()
             grids["batch_reconstructions"] = comparison_grid(pairs, _RECONSTRUCTIONS_PER_ROW)
         return grids

@@ -28,7 +28,7 @@ from sd_training.config.value_types import (
     used_with,
 )
 
-FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image"]
+FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image", "qwen_image"]
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
     "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
@@ -37,6 +37,7 @@ FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "flux": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
     "mmdit_rope": ("vae", "transformer"),
     "sana": ("vae", "text_encoder", "tokenizer", "transformer"),
+    "qwen_image": ("vae", "text_encoder", "tokenizer", "transformer"),
     "z_image": ("vae", "text_encoder", "tokenizer", "transformer"),
 }
 """Parts that a family cannot do without."""
@@ -49,6 +50,7 @@ DENOISER_CLASSES: Mapping[str, FamilyName] = {
     "MMDiTRope": "mmdit_rope",
     "SanaTransformer2DModel": "sana",
     "ZImageTransformer2DModel": "z_image",
+    "QwenImageTransformer2DModel": "qwen_image",
 }
 """Class of `model.transformer.target` → family."""
 

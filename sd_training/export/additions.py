@@ -133,7 +133,7 @@ def samplers_for(config: Mapping[str, Any], pipeline: str = "") -> tuple[str, ..
         return _EDM if "sigma_data" in config else (*_DISCRETE, *_FEW_STEPS)
     if config.get("use_dynamic_shifting"):  # a shift by tokens
         return (FLOW_SAMPLER,)
-    if pipeline in ("FluxPipeline", "ZImagePipeline"):  # they choose the noise levels themselves
+    if pipeline in ("FluxPipeline", "QwenImagePipeline", "ZImagePipeline"):  # they choose the noise levels themselves
         return (FLOW_SAMPLER, UNET_FLOW_SAMPLER)
     return _FLOW_SIGMAS if pipeline in _SCALING else _FLOW
 

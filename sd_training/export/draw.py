@@ -216,13 +216,16 @@ def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None)
         latents = pipeline._unpack_latents(latents, height or usual, width or usual, factor)
     if dtype == torch.float16:  # in which some decoders overflow; pipelines have ways of their own around it
         vae.float()
-    config, latents = vae.config, latents.to(vae.dtype)
-    if config.get("latents_mean") and config.get("latents_std"):  # one of each per channel (Playground v2.5)
-        mean, std = (latents.new_tensor(config[name]).view(1, -1, 1, 1) for name in ("latents_mean", "latents_std"))
-        latents = latents * std / config.scaling_factor + mean
+    config, latents = vae.config, latents.to(vae.dtype) / vae.config.get("scaling_factor", 1.0)
+    if config.get("latents_std") is None:  # else one of each per channel (Playground v2.5, Qwen-Image)
+        latents = latents + (config.get("shift_factor") or 0.0)
     else:
-        latents = latents / config.scaling_factor + (config.get("shift_factor") or 0.0)
+        per_channel = [1, -1, *[1] * (latents.ndim - 2)]
+        mean, std = (latents.new_tensor(config[key]).view(per_channel) for key in ("latents_mean", "latents_std"))
+        latents = latents * std + mean
     pixels = vae.decode(latents, return_dict=False)[0].float()
+    if pixels.ndim == 5:  # a film of one frame
+        pixels = pixels[:, :, 0]
     if dtype == torch.float16:
         vae.to(dtype)
     return list(pipeline.image_processor.postprocess(pixels, output_type="pil"))
@@ -231,7 +234,7 @@ def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None)
 def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
     """Arguments of the pipeline for classifier-free guidance and for the requested sizes."""
     name = type(pipeline).__name__
-    if name.startswith("Flux") and (
+    if name.startswith(("Flux", "QwenImage")) and (
         kinds.negative_prompt is not None or not pipeline.transformer.config.guidance_embeds
     ):
         return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}

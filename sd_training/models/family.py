@@ -152,6 +152,10 @@ class Family(ABC):
         """By name, in the order in which they are concatenated."""
         return {name: self.parts[name] for name in TEXT_PARTS if self.parts.get(name) is not None}
 
+    def text_network(self, name: str) -> Any:
+        """What `encode_text` runs of a text encoder."""
+        return self.parts[name]
+
     def networks(self) -> dict[str, Any]:
         """Everything with weights; the denoiser first."""
         return {self.denoiser_part: self.denoiser, "vae": self.vae, **self.text_encoders()}
@@ -218,8 +222,18 @@ class Family(ABC):
         return self.scaled(mean + std * posterior_noise)
 
     def scaled(self, latents: Tensor) -> Tensor:
-        """What the pipeline undoes before it decodes."""
-        return (latents - (self.vae.config.get("shift_factor") or 0.0)) * self.vae.config.scaling_factor
+        """What the pipeline undoes before it decodes, per channel where the autoencoder has such a scale."""
+        config = self.vae.config
+        factor, mean, std = config.get("scaling_factor", 1.0), config.get("latents_mean"), config.get("latents_std")
+        if mean is None or std is None:
+            return (latents - (config.get("shift_factor") or 0.0)) * factor
+        mean, std = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        return (latents - mean) * factor / std
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, 3, H, W] of latents [B, C, h, w] that are not scaled."""
+        pixels: Tensor = self.vae.decode(latents).sample
+        return pixels
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """The denoiser's conditioning for a batch. Runs the text encoders of which the batch has tokens as they are
@@ -287,7 +301,7 @@ class Family(ABC):
     def needed_settings(self) -> dict[str, Any]:
         """Setting of the denoiser → the value that the other parts need."""
         ((_, width), *_), pooled = self.text_shapes()
-        count, config = self.vae.config.latent_channels * self.packing**2, self.denoiser.config
+        count, config = latent_grid(self.vae).channels * self.packing**2, self.denoiser.config
         needed = {"in_channels": count, "out_channels": count, self.text_width: width, "pooled_projection_dim": pooled}
         return {key: value for key, value in needed.items() if config.get(key) is not None}
 
@@ -312,7 +326,7 @@ class Family(ABC):
                 place = f"model.{self.denoiser_part}.params.{key}"
                 problems.append(f"{place}: is {config[key]}, but the other parts need {needed}")
         for name, tokenizer in self.tokenizers().items():
-            place, encoder = f"model.{TEXT_PARTS[name]}", self.parts[name].config
+            place, encoder = f"model.{TEXT_PARTS[name]}", self.parts[name].config.get_text_config()
             if (count := len(self.parts[TEXT_PARTS[name]])) > encoder.vocab_size:
                 problems.append(f"{place}: {count} tokens, but {name} knows {encoder.vocab_size}")
             most = getattr(encoder, "max_position_embeddings", None)
@@ -330,9 +344,9 @@ class Family(ABC):
             problems.append(f"{place}: {side} pixels, but pos_embed_max_size of the transformer allows {largest}")
         return problems
 
-    def freeze_unread_text(self) -> None:  # noqa: B027 - most families read everything
-        """Freezes parameters of trained text encoders that `encode` reads nothing from: they have no gradient, which
-        distributed training takes for a mistake."""
+    def freeze_unread(self) -> None:  # noqa: B027 - most families read everything
+        """Freezes parameters of trained networks that nothing is read from: they have no gradient, which distributed
+        training takes for a mistake."""
 
     def set_default_size(self, resolution: int) -> None:
         """Makes the exported pipeline draw at the size that was trained [pixels] by default.
@@ -382,7 +396,8 @@ def is_stored(entry: Any) -> bool:
 
 def latent_grid(vae: AutoencoderKL) -> LatentGrid:
     """Latent channels and downscale factor."""
-    return LatentGrid(int(vae.config.latent_channels), 2 ** (len(level_channels(vae.config)) - 1))
+    channels = vae.config.get("latent_channels") or vae.config.z_dim
+    return LatentGrid(int(channels), 2 ** (len(level_channels(vae.config)) - 1))
 
 
 def blank_batch(

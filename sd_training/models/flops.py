@@ -37,14 +37,14 @@ def forward_flops(family: Family, height: int, width: int) -> int:
 
 def autoencoder_flops(family: Family, height: int, width: int) -> int:
     """FLOPs of encoding one picture [pixels]; `family` is on the meta device."""
-    return flops(partial(family.vae.encode, torch.zeros(1, 3, height, width, device=META)))
+    return flops(partial(family.posterior, torch.zeros(1, 3, height, width, device=META)))
 
 
 def text_flops(family: Family, names: Iterable[str]) -> int:
     """FLOPs of these text encoders for one caption; `family` is on the meta device."""
     lengths = {name: family.tokenizers()[name].length for name in names}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device=META) for name, length in lengths.items()}
-    return sum(flops(partial(family.parts[name], input_ids=own)) for name, own in tokens.items())
+    return sum(flops(partial(family.text_network(name), input_ids=own)) for name, own in tokens.items())
 
 
 def encoding_share(config: Config) -> float:

@@ -177,7 +177,8 @@ def test_a_tenth_is_trained_without_text_and_weights_are_averaged(name: str, tmp
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_autoencoder_of_other_channels_is_refused(name: str, words: dict[str, str], tmp_path: Path) -> None:
-    config = full_size(name, FROZEN[name] | {"vae": FROZEN[name]["vae"] | {"latent_channels": 8}}, words, tmp_path)
+    other = {"z_dim": 8, "latents_mean": None} if name == "qwen_image" else {"latent_channels": 8}
+    config = full_size(name, FROZEN[name] | {"vae": FROZEN[name]["vae"] | other}, words, tmp_path)
     with pytest.raises(ConfigError, match=r"model\.(unet|transformer)\.params\.in_channels: .* need (8|32)"):
         on_meta(config)
 

@@ -212,6 +212,8 @@ def level_channels(config: Mapping[str, Any]) -> Sequence[int]:
     Raises:
         LookupError: they are those of no autoencoder.
     """
+    if "dim_mult" in config:
+        return [config["base_dim"] * factor for factor in config["dim_mult"]]
     return config.get("block_out_channels") or config["encoder_block_out_channels"]
 
 

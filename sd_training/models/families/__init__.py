@@ -12,6 +12,7 @@ from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
 from sd_training.models.families.mmdit import MMDiT
+from sd_training.models.families.qwen_image import QwenImage
 from sd_training.models.families.sana import Sana
 from sd_training.models.families.unets import StableDiffusion, StableDiffusionXL
 from sd_training.models.families.z_image import ZImage
@@ -21,7 +22,17 @@ from sd_training.models.schedulers import FLOW_SAMPLER, UNET_FLOW_SAMPLER, load_
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
     family.name: family
-    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT, Sana, ZImage)
+    for family in (
+        StableDiffusion,
+        StableDiffusionXL,
+        StableDiffusion3,
+        PixArtSigma,
+        Flux,
+        MMDiT,
+        Sana,
+        ZImage,
+        QwenImage,
+    )
 }
 _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}
 """Class in `model_index.json` → family."""

@@ -89,21 +89,13 @@ class StableDiffusionXL(StableDiffusion):
         pooled = text.pooled.masked_fill(zeroed[:, None], 0.0)  # of the second encoder
         return Conditioning([torch.cat(states, dim=-1)], pooled=pooled, size_numbers=size_numbers(batch))
 
-    def freeze_unread_text(self) -> None:
+    def freeze_unread(self) -> None:
         """Of the first encoder: behind the penultimate states."""
         encoder = self.parts["text_encoder"]
         unread = (f"encoder.layers.{encoder.config.num_hidden_layers - 1}.", "final_layer_norm")
         for name, parameter in encoder.named_parameters():
             if any(part in name for part in unread):
                 parameter.requires_grad_(False)
-
-    def scaled(self, latents: Tensor) -> Tensor:
-        """Per channel where the autoencoder has such a scale, as Playground v2.5's does."""
-        mean, std = self.vae.config.get("latents_mean"), self.vae.config.get("latents_std")
-        if mean is None or std is None:
-            return super().scaled(latents)
-        mean, std = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
-        return (latents - mean) * self.vae.config.scaling_factor / std
 
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`."""

@@ -26,12 +26,18 @@ class CountCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def pictures(vae: Any, count: int, size: tuple[int, int]) -> Tensor:
+    """Zeros; for an autoencoder of films of one frame."""
+    is_of_films = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    return torch.zeros(count, 3, *[1] * is_of_films, *size)
+
+
 def states_and_picture(pipeline: Any, size: tuple[int, int]) -> dict[str, Tensor]:
     """Latent moments, what the text encoders give, and a picture, under bf16 autocast."""
     found: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        encoded = pipeline.vae.encode(torch.randn(2, 3, *size, generator=generator))
+        encoded = pipeline.vae.encode(pictures(pipeline.vae, 2, size).normal_(generator=generator))
         found["moments"] = encoded.latent if "latent" in encoded else encoded.latent_dist.parameters
         for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
             if getattr(pipeline, name, None) is not None:
@@ -72,14 +78,14 @@ def test_every_bit_is_the_same_and_hardly_a_weight_is_cast(name: str) -> None:
     for part, network in copies.items():
         assert network.dtype == networks[part].dtype == torch.float32  # pipelines read it
         assert not any(parameter.requires_grad for parameter in autocast_weights(network))
-    pixels, counts = torch.zeros(1, 3, 16, 16), []
+    pixels, counts = pictures(networks["vae"], 1, (16, 16)), []
     for vae in (networks["vae"], copies["vae"]):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), CountCasts(vae) as casts:
             vae.encode(pixels)
         counts.append(casts.count)
     # Of the encoder's layers weights and biases; of the copy, the weight by which its type is told.
     encoder = [own for part, own in networks["vae"].named_children() if part in ("encoder", "quant_conv")]
-    layers = [m for own in encoder for m in own.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    layers = [m for own in encoder for m in own.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d, nn.Linear))]
     assert counts == [sum(len([*layer.parameters()]) for layer in layers), 1]
 
 

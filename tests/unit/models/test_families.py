@@ -79,6 +79,9 @@ MISFITS = [
     ("sana", "transformer", {"guidance_embeds": True}, "guidance_embeds: is True, but the other parts need False"),
     ("z_image", "transformer", {"cap_feat_dim": 20}, "cap_feat_dim: is 20, but the other parts need 16"),
     ("z_image", "transformer", {"siglip_feat_dim": 8}, "siglip_feat_dim: is 8, but the other parts need None"),
+    ("qwen_image", "transformer", {"joint_attention_dim": 20}, "joint_attention_dim: is 20, but the other parts need"),
+    ("qwen_image", "transformer", {"in_channels": 4}, "in_channels: is 4, but the other parts need 16"),
+    ("qwen_image", "transformer", {"zero_cond_t": True}, "zero_cond_t: is True, but the other parts need False"),
     ("flux", "transformer", {"pooled_projection_dim": 20}, "is 20, but the other parts need 16"),
 ]
 

@@ -43,6 +43,7 @@ CASES: list[tuple[str, LoraConfig]] = [
     ("flux", LORA),
     ("mmdit_rope", LORA),
     ("sana", LORA),
+    ("qwen_image", LORA),
     ("z_image", LORA),
 ]
 
@@ -187,6 +188,7 @@ def test_narrow_frozen_weights_give_the_same_bits_under_autocast(adapted: Adapte
 
 def test_weights_of_8_bits_compute_what_their_rounded_values_compute(adapted: Adapted) -> None:
     _, family, _ = adapted
+    family.freeze_unread()
     places = frozen_linear(family.blocks())
     round_base(family.blocks())
     found = gradients(family)

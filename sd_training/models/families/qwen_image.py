@@ -1,0 +1,106 @@
+"""Qwen-Image (Wu et al. 2025, arXiv:2508.02324): text and image streams of a dual transformer, over latents of an
+autoencoder of films, as diffusers' `QwenImagePipeline` runs it."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from diffusers import QwenImagePipeline
+from torch import Tensor, nn
+
+from sd_training.data.samples.captions import Tokenizer
+from sd_training.models.family import Family
+from sd_training.models.mmdit_rope import from_patches, to_patches
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
+
+_PARTS = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+_EMPTY: Any = QwenImagePipeline(**dict.fromkeys(_PARTS))
+"""It has the words around a caption as attributes."""
+PREFIX, SUFFIX = _EMPTY.prompt_template_encode.split("{}")
+UNREAD = int(_EMPTY.prompt_template_encode_start_idx)
+"""Tokens at the beginning that the transformer does not get."""
+LENGTH = int(inspect.signature(QwenImagePipeline.__call__).parameters["max_sequence_length"].default)
+"""Tokens that it gets."""
+_PIPELINE_TIMESTEPS = 1000
+"""The pipeline divides timesteps by this with every scheduler."""
+
+
+class QwenImage(Family):
+    """Rectified flow on tokens of 2 × 2 latent cells; last states of Qwen 2.5-VL's language model with their mask."""
+
+    name = "qwen_image"
+    pipeline_class = QwenImagePipeline
+    block_classes = ("QwenImageTransformerBlock",)
+    sets_noise_levels = True
+    classes: ClassVar[Mapping[str, str]] = {
+        "vae": "AutoencoderKLQwenImage",
+        "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+        "tokenizer": "AutoTokenizer",
+        "transformer": "QwenImageTransformer2DModel",
+    }
+
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """As `Family.tokenizers`."""
+        return {"text_encoder": Tokenizer(self.parts["tokenizer"], UNREAD + LENGTH, prefix=PREFIX, suffix=SUFFIX)}
+
+    def posterior(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Family.posterior`; a picture is a film of one frame."""
+        mean, std = super().posterior(pixels[:, :, None])
+        return mean[:, :, 0], std[:, :, 0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """As `Family.decode`."""
+        return super().decode(latents[:, :, None])[:, :, 0]
+
+    @property
+    def tile_side(self) -> int:
+        """As `Family.tile_side`."""
+        return int(self.parts["vae"].tile_sample_min_height)
+
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
+        """As `QwenImagePipeline.encode_prompt`."""
+        output = self.text_network(name)(tokens, attention_mask=mask)
+        return TextOutput(output.last_hidden_state[:, UNREAD:])
+
+    def text_network(self, name: str) -> Any:
+        """As `Family.text_network`: neither eyes nor logits."""
+        return self.parts[name].model.language_model
+
+    def freeze_unread(self) -> None:
+        """As `Family.freeze_unread`: what the last block makes of the caption."""
+        for name, parameter in self.blocks()[-1].named_parameters():
+            if name.startswith(("attn.to_add_out.", "txt_mlp.")):
+                parameter.requires_grad_(False)
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        return Conditioning([texts["text_encoder"].states], [batch.token_masks["text_encoder"][:, UNREAD:]])
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
+        latents, side = noised.noised_latents, self.patch_size
+        count, _, height, width = latents.shape
+        answer = denoiser(
+            hidden_states=to_patches(latents, side),
+            timestep=noised.timesteps / _PIPELINE_TIMESTEPS,
+            encoder_hidden_states=conditioning.states[0],
+            encoder_hidden_states_mask=conditioning.masks[0],
+            img_shapes=[[(1, height // side, width // side)]] * count,
+        ).sample
+        return from_patches(answer, height // side, side)
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        return [(LENGTH, self.parts["text_encoder"].config.get_text_config().hidden_size)], 0
+
+    def has_masks(self) -> list[bool]:
+        """As `Family.has_masks`."""
+        return [True]
+
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`; tokens go in whole, and their cells come out. Models that edit have pipelines of
+        their own."""
+        needed, config = super().needed_settings(), self.denoiser.config
+        needed |= {"in_channels": needed["in_channels"] * self.patch_size**2}
+        off = dict.fromkeys(("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"), False)
+        return {**needed, **off, "attention_head_dim": sum(config.axes_dims_rope)}
