@@ -24,7 +24,7 @@ from sd_training.models.execution import (
     require_compiler,
     wants_channels_last,
 )
-from sd_training.models.family import Family
+from sd_training.models.family import Family, latent_grid
 from tests import makers
 from tests.family_makers import PIPELINES
 from tests.unit.models.denoiser_steps import activation_bytes, load_tiny, loss_and_gradients, loss_of, saved_bytes
@@ -121,12 +121,12 @@ def test_graphs_breaks_and_recompilations_under_autocast(name: str, which: str, 
     assert after == [(before + graphs, breaks)] * 3 and 1 <= graphs <= len(family.blocks())
 
 
-@pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
+@pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "sana", "qwen_image"])
 def test_the_encoder_of_the_autoencoder_is_one_graph(name: str, root: Path) -> None:
     family = load_tiny(name, root / name)
     family.vae.requires_grad_(False).eval()
     pixels, (before, breaks) = torch.rand(4, 3, 16, 16) * 2 - 1, compile_counts()
-    noise = torch.randn_like(family.vae.encode(pixels).latent_dist.mean)
+    noise = torch.randn(4, *latent_grid(family.vae).shape(16, 16))
     expected = family.draw_latents(family.moments(pixels, "bf16"), noise)
     compile_blocks([family.vae.encoder], num_sizes=1, backend="eager")
     for _ in range(2):
