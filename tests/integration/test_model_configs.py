@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sd_training.build.dry_run import AT_MOST, meta_networks, parameter_counts, 
 from sd_training.build.plan import balanced_encoders, make_plan
 from sd_training.config.check import warnings
 from sd_training.config.load import load_config
+from sd_training.config.plan import Layout, Mesh
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.models.attention import attention_calls
@@ -234,7 +236,10 @@ def test_the_batch_fits_the_gpus_of_the_header_by_the_estimate_of_a_dry_run(
     assert sizes and len(smaller) == text.count("GB add")
     for gigabytes, own in [*((size, "") for size in sizes), *smaller]:
         config = as_shipped(name, words, tmp_path, *own.split())
-        memory = run_memory(make_plan(config, is_described=True), *meta_networks(config))
+        plan = make_plan(config, is_described=True)
+        if sharing := re.search(r"(\d+) or more GPUs with", text):
+            plan = replace(plan, layout=Layout("fsdp", Mesh(1, int(sharing[1]), 1)))
+        memory = run_memory(plan, *meta_networks(config))
         assert memory[AT_MOST] < 0.95 * int(gigabytes) * 2**30, (name, gigabytes, own, memory)
         if not own and name not in CONTINUED:
             figure = size_text(memory["sum without activations"])
