@@ -48,7 +48,7 @@ from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, partn
 from sd_training.errors import BadSample, ConfigError, DataError
 
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
-_MAX_PIXELS = 178_956_970
+MAX_PIXELS = 178_956_970
 _QUALITY = 95
 _CACHE_GIB = 16.0
 """Of unpacked row groups in the folder for temporary files: each of `--workers` reads one at a time."""
@@ -118,7 +118,7 @@ def encode_sample(
     if index.numbers("caption_length")[sample] < 0:
         raise BadSample("caption is missing")
     data, caption = reader.image(sample), reader.caption(sample)
-    image = Image.fromarray(decode(data, _MAX_PIXELS).pixels)
+    image = Image.fromarray(decode(data, MAX_PIXELS).pixels)
     kind = str(Image.open(io.BytesIO(data), formats=FORMATS).format)
     metadata: dict[str, Any] = {"original_width": image.width, "original_height": image.height}
     for field in sorted(index.fields):

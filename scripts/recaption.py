@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +43,7 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from scripts.generate_examples import DTYPES, choose_device, launched_group
-from scripts.make_webdataset import open_input
+from scripts.make_webdataset import MAX_PIXELS, open_input
 from sd_training.checkpoint.folder import replace_text
 from sd_training.data.index.store import load_index
 from sd_training.data.samples.image import decode
@@ -52,7 +52,6 @@ from sd_training.hub import hub_problem
 
 log = get_logger("sd_training.recaption")
 
-_MAX_PIXELS = 178_956_970
 _RECORD, _SKIPPED = "recaption.json", b"skipped"
 _LONG = "Describe this picture in detail, in a few sentences. Begin with what it shows, not with the word picture."
 _SHORT = "Describe this picture in one sentence of at most 20 words. Begin with what it shows."
@@ -110,7 +109,8 @@ def part_table(
     """Rows of these samples; in the metadata of the table, those that cannot be used."""
     rows, skipped = list[dict[str, Any]](), list[dict[str, str]]()
     fields = sorted(index.fields - set(_OWN))
-    texts = {field for field in fields if TEXT + field in index.columns.column_names}
+    texts = {field for field in fields if TEXT + field in index}  # numbers of other samples as text
+    numbers = set(fields) - texts
 
     def skip(sample: int, reason: str) -> None:
         skipped.append({"sample": "/".join(index.name(sample)), "reason": reason})
@@ -120,7 +120,7 @@ def part_table(
         for sample in samples[start : start + batch_size]:
             try:
                 data = reader.image(sample)
-                images.append(Image.fromarray(decode(data, _MAX_PIXELS).pixels))
+                images.append(Image.fromarray(decode(data, MAX_PIXELS).pixels))
                 own = reader.caption(sample) if index.numbers("caption_length")[sample] >= 0 else None
             except BadSample as error:
                 del images[len(read) :]
@@ -128,7 +128,9 @@ def part_table(
                 continue
             shard, key = index.name(sample)
             row = {"key": key, "shard": shard, "image": data, "caption": own}
-            read.append((sample, row | {field: metadata_value(index, sample, field, texts) for field in fields}))
+            row |= {field: index.metadata_text(field, sample) for field in texts}
+            row |= {field: index.columns[NUMBER + field][sample].as_py() for field in numbers}
+            read.append((sample, row))
         for (sample, row), (long, short) in zip(read, captions_of(images) if images else (), strict=True):
             if long and short:
                 rows.append(row | {"recaption": long, "recaption_short": short})
@@ -137,15 +139,6 @@ def part_table(
     kinds = {name: pa.large_string() if name in (*_OWN, *texts) else pa.float64() for name in (*_OWN, *fields)}
     schema = pa.schema(kinds | {"image": pa.large_binary()}, metadata={_SKIPPED: json.dumps(skipped).encode()})
     return pa.Table.from_pylist(rows, schema=schema)
-
-
-def metadata_value(index: DatasetIndex, sample: int, field: str, texts: Collection[str]) -> str | float | None:
-    """Text, where the field is one in any sample."""
-    text = index.text(TEXT + field, sample) if field in texts else None
-    if text is not None or NUMBER + field not in index.columns.column_names:
-        return text
-    number: float | None = index.columns[NUMBER + field][sample].as_py()
-    return f"{number:g}" if field in texts and number is not None else number
 
 
 def check_record(args: argparse.Namespace, index: DatasetIndex, *, is_written: bool) -> None:

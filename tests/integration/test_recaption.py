@@ -93,7 +93,8 @@ def words(shards: Path, model: Path, out: Path, *more: object) -> list[str]:
 def test_captions_are_written_and_trained_on(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = makers.caption_shards(tmp_path / "shards", shards=1, per_shard=9)
     broken = {**makers.caption_samples(1, first=20)[0], "jpg": b"no picture"}
-    makers.write_shard(shards / "001.tar", [broken, *makers.caption_samples(1, first=21)])
+    good = {**makers.caption_samples(1, first=21)[0], "json": b'{"uid": 1234567}'}  # elsewhere it is a text
+    makers.write_shard(shards / "001.tar", [broken, good])
     recaption.main(words(shards, model := save(tmp_path / "model"), out := tmp_path / "out"))
     assert "10 pictures with captions in" in capsys.readouterr().out
     (skipped,) = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
@@ -103,6 +104,7 @@ def test_captions_are_written_and_trained_on(save: Any, tmp_path: Path, capsys: 
     assert all(1 <= len(row["recaption"].split()) <= 6 for row in found)  # special tokens are left out
     assert all(1 <= len(row["recaption_short"].split()) <= 3 for row in found)
     assert [row["original_width"] for row in found[:3]] == [40.0, 41.0, 42.0] and found[3]["uid"] == "u3"
+    assert found[-1]["uid"] == "1234567"
     captions = CaptionConfig(fields={"caption": 1, "recaption": 1, "recaption_short": 1})
     (data,) = training_data(out, kind="Parquet", captions=captions).datasets
     assert len(data.selected) == 10
