@@ -16,8 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.fields import suggest
-from sd_training.config.load import load_config
+from sd_training.config.load import load_config, split_words
 from sd_training.config.plan import BatchPlan, find_layout
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -60,17 +59,9 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         ConfigError: every option that is unknown, given twice, or has a value that cannot be used.
     """
     given: dict[str, str] = {}
-    overrides: list[str] = []
-    problems: list[str] = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if equals and "." in name:
-            overrides.append(word)
-        elif not equals or name not in OPTIONS:
-            near = suggest(name, OPTIONS)
-            hint = f"did you mean {near}?" if near else f"options are {', '.join(OPTIONS)}, and a.b.c=value"
-            problems.append(f"{word}: is no option of make_sbatch; {hint}")
-        elif name in given:
+    own, overrides, problems = split_words(argv, OPTIONS, "make_sbatch")
+    for name, value in own:
+        if name in given:
             problems.append(f"{name}: is given twice")
         else:
             given[name] = value

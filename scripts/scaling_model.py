@@ -20,8 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.fields import suggest
-from sd_training.config.load import load_config
+from sd_training.config.load import load_config, split_words
 from sd_training.config.plan import Layout, find_layout
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -201,18 +200,8 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     Raises:
         ConfigError: every option that is unknown or has a value that cannot be used.
     """
-    given: dict[str, str] = {"gpus": "8,64,512", "gpu": "h100"}
-    overrides, problems = [], []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if equals and "." in name:
-            overrides.append(word)
-        elif not equals or name not in OPTIONS:
-            near = suggest(name, OPTIONS)
-            hint = f"did you mean {near}?" if near else f"options are {', '.join(OPTIONS)}, and a.b.c=value"
-            problems.append(f"{word}: is no option of scaling_model; {hint}")
-        else:
-            given[name] = value
+    own, overrides, problems = split_words(argv, OPTIONS, "scaling_model")
+    given = {"gpus": "8,64,512", "gpu": "h100"} | dict(own)
     for name in ("gpus", "batch", "gpus_per_node", "tflops"):
         whole = r"[1-9]\d*(,[1-9]\d*)*" if name == "gpus" else r"[1-9]\d*(\.\d+)?" if name == "tflops" else r"[1-9]\d*"
         if name in given and not re.fullmatch(whole, given[name], re.ASCII):

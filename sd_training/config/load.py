@@ -28,6 +28,7 @@ from sd_training.config.fields import (
     place_of,
     rename_old,
     shown,
+    suggest,
     suggest_option,
     suggest_value,
 )
@@ -89,6 +90,27 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
     for warning in warnings(config):
         log.warning(warning)
     return config
+
+
+def split_words(
+    argv: Sequence[str], own: Sequence[str], program: str
+) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+    """Own options of a command, in order; overrides of the run (`a.b.c=value`); and a sentence for each word that is
+    neither."""
+    given: list[tuple[str, str]] = []
+    overrides: list[str] = []
+    problems: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if equals and "." in name:
+            overrides.append(word)
+        elif equals and name in own:
+            given.append((name, value))
+        else:
+            near = suggest(name, own)
+            hint = f"did you mean {near}?" if near else f"options are {', '.join(own)}, and a.b.c=value"
+            problems.append(f"{word}: is no option of {program}; {hint}")
+    return given, overrides, problems
 
 
 def _file_names(text: str) -> list[str]:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from sd_training.config.schema import PartConfig
 from sd_training.errors import ConfigError
+from sd_training.models.families import sets_noise_levels
 from sd_training.models.load import check_params, load_part
 from sd_training.models.schedulers import FLOW_SAMPLER, UNET_FLOW_SAMPLER
 
@@ -66,12 +67,8 @@ class Additions:
             load_part("controlnet", PartConfig(pretrained=str(path), target=target), seed=0, option="--controlnet")
             for path, _ in self.controlnets
         ]
-        denoiser = pipeline.components.get("unet") or pipeline.transformer
         for net, (path, _) in zip(nets, self.controlnets, strict=True):
-            for key in ("in_channels", "cross_attention_dim", "block_out_channels"):
-                own, other = denoiser.config.get(key), net.config.get(key)
-                if own is not None and other is not None and own != other:
-                    raise ConfigError(f"--controlnet: {path} has {key}={other}, and the denoiser of {name} has {own}")
+            _check_controlnet(pipeline, net, path)
         extra = {"controlnet": nets if len(nets) > 1 else nets[0]} if nets else {}
         return kind.from_pipe(pipeline, torch_dtype=dtype, **extra)
 
@@ -81,8 +78,21 @@ class Additions:
         return {"controlnet_conditioning_scale": scales if len(scales) > 1 else scales[0]} if scales else {}
 
 
+def _denoiser(pipeline: Any) -> Any:
+    return pipeline.components.get("unet") or pipeline.transformer
+
+
+def _check_controlnet(pipeline: Any, net: Any, path: Path) -> None:
+    """Raises ConfigError where its settings are not those of the denoiser that it works beside."""
+    for key in ("in_channels", "cross_attention_dim", "block_out_channels"):
+        own, other = _denoiser(pipeline).config.get(key), net.config.get(key)
+        if own is not None and other is not None and own != other:
+            where = f"the denoiser of {type(pipeline).__name__}"
+            raise ConfigError(f"--controlnet: {path} has {key}={other}, and {where} has {own}")
+
+
 def _load_denoiser(pipeline: Any, path: Path) -> None:
-    network = pipeline.components.get("unet") or pipeline.transformer
+    network = _denoiser(pipeline)
     try:
         network.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -133,7 +143,7 @@ def samplers_for(config: Mapping[str, Any], pipeline: str = "") -> tuple[str, ..
         return _EDM if "sigma_data" in config else (*_DISCRETE, *_FEW_STEPS)
     if config.get("use_dynamic_shifting"):  # a shift by tokens
         return (FLOW_SAMPLER,)
-    if pipeline in ("FluxPipeline", "QwenImagePipeline", "ZImagePipeline"):  # they choose the noise levels themselves
+    if sets_noise_levels(pipeline):
         return (FLOW_SAMPLER, UNET_FLOW_SAMPLER)
     return _FLOW_SIGMAS if pipeline in _SCALING else _FLOW
 

@@ -79,6 +79,8 @@ class Family(ABC):
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
     has_fixed_text: ClassVar[bool] = True
     """Whether the denoiser gets all captions at one length."""
+    tile_setting: ClassVar[str] = "tile_sample_min_size"
+    """Attribute of the autoencoder with the side of its tiles [pixels]."""
     packing: ClassVar[int] = 1
     """Latent cells along one side of what the denoiser calls a cell."""
     text_width: ClassVar[str] = "joint_attention_dim"
@@ -209,7 +211,7 @@ class Family(ABC):
     @property
     def tile_side(self) -> int:
         """Of the largest picture [pixels] that the autoencoder encodes at once with `model.vae_tiling`."""
-        return int(self.vae.tile_sample_min_size)
+        return int(getattr(self.vae, self.tile_setting))
 
     def draw_latents(self, moments: Tensor, posterior_noise: Tensor) -> Tensor:
         """Scaled latents [B, C, h, w], one draw from the posterior.

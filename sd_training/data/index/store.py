@@ -66,23 +66,20 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
 
     def join() -> None:
         with _one_at_a_time(joined):
-            make()
-
-    def make() -> None:
-        missing = [(shard, path) for shard, path in zip(shards, paths, strict=True) if not path.exists()]
-        if len(missing) > FEW_SHARDS:
-            # Reading headers holds the interpreter lock, so processes; fresh ones, because this one may run threads.
-            count = min(MAX_PROCESSES, os.cpu_count() or 1)
-            with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as processes:
-                built = processes.map(_build, repeat(source), *zip(*missing, strict=True))
-                for _ in tqdm(built, "indexing", len(missing), unit="shard", disable=not is_main_process()):
-                    pass
-        else:
-            for shard, path in missing:
-                _build(source, shard, path)
-        _sweep(folder)
-        with ThreadPoolExecutor(8) as threads:
-            _write_joined(list(threads.map(shard_table, shards, paths)), joined)
+            missing = [(shard, path) for shard, path in zip(shards, paths, strict=True) if not path.exists()]
+            if len(missing) > FEW_SHARDS:
+                # Reading headers holds the interpreter lock, so processes; fresh ones: this one may run threads.
+                count = min(MAX_PROCESSES, os.cpu_count() or 1)
+                with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as processes:
+                    built = processes.map(_build, repeat(source), *zip(*missing, strict=True))
+                    for _ in tqdm(built, "indexing", len(missing), unit="shard", disable=not is_main_process()):
+                        pass
+            else:
+                for shard, path in missing:
+                    _build(source, shard, path)
+            _sweep(folder)
+            with ThreadPoolExecutor(8) as threads:
+                _write_joined(list(threads.map(shard_table, shards, paths)), joined)
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

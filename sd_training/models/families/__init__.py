@@ -38,6 +38,12 @@ _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name f
 """Class in `model_index.json` → family."""
 
 
+def sets_noise_levels(pipeline: str) -> bool:
+    """Whether a pipeline of this class gives the sampler its noise levels (`Family.sets_noise_levels`)."""
+    name = _BY_PIPELINE.get(pipeline)
+    return name is not None and FAMILIES[name].sets_noise_levels
+
+
 def load_family(
     model: ModelConfig,
     objective: ObjectiveConfig,

@@ -9,6 +9,7 @@ from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
 from sd_training.data.samples.captions import Tokenizer
+from sd_training.models.families.dits import PIPELINE_TIMESTEPS
 from sd_training.models.family import Family
 from sd_training.models.mmdit_rope import from_patches, to_patches
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
@@ -21,8 +22,6 @@ UNREAD = int(_EMPTY.prompt_template_encode_start_idx)
 """Tokens at the beginning that the transformer does not get."""
 LENGTH = int(inspect.signature(QwenImagePipeline.__call__).parameters["max_sequence_length"].default)
 """Tokens that it gets."""
-_PIPELINE_TIMESTEPS = 1000
-"""The pipeline divides timesteps by this with every scheduler."""
 
 
 class QwenImage(Family):
@@ -32,6 +31,7 @@ class QwenImage(Family):
     pipeline_class = QwenImagePipeline
     block_classes = ("QwenImageTransformerBlock",)
     sets_noise_levels = True
+    tile_setting = "tile_sample_min_height"
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderKLQwenImage",
         "text_encoder": "Qwen2_5_VLForConditionalGeneration",
@@ -51,11 +51,6 @@ class QwenImage(Family):
     def decode(self, latents: Tensor) -> Tensor:
         """As `Family.decode`."""
         return super().decode(latents[:, :, None])[:, :, 0]
-
-    @property
-    def tile_side(self) -> int:
-        """As `Family.tile_side`."""
-        return int(self.parts["vae"].tile_sample_min_height)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `QwenImagePipeline.encode_prompt`."""
@@ -82,7 +77,7 @@ class QwenImage(Family):
         count, _, height, width = latents.shape
         answer = denoiser(
             hidden_states=to_patches(latents, side),
-            timestep=noised.timesteps / _PIPELINE_TIMESTEPS,
+            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
             encoder_hidden_states=conditioning.states[0],
             encoder_hidden_states_mask=conditioning.masks[0],
             img_shapes=[[(1, height // side, width // side)]] * count,

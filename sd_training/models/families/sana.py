@@ -27,6 +27,7 @@ class Sana(Family):
     pipeline_class = SanaPipeline
     block_classes = ("SanaTransformerBlock",)
     text_width = "caption_channels"
+    tile_setting = "tile_sample_min_height"
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderDC",
         "text_encoder": "Gemma2Model",
@@ -45,11 +46,6 @@ class Sana(Family):
         """As `Family.posterior`; a picture has one code."""
         latents = self.vae.encode(pixels).latent
         return latents, torch.zeros_like(latents)
-
-    @property
-    def tile_side(self) -> int:
-        """As `Family.tile_side`."""
-        return int(self.parts["vae"].tile_sample_min_height)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `SanaPipeline.encode_prompt`."""

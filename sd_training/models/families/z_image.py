@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
+from sd_training.models.families.dits import PIPELINE_TIMESTEPS
 from sd_training.models.family import Family
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
 LENGTH = int(inspect.signature(ZImagePipeline.__call__).parameters["max_sequence_length"].default)
 """Tokens of a caption with the words of the chat around it."""
-_PIPELINE_TIMESTEPS = 1000
-"""The pipeline divides timesteps by this with every scheduler."""
 _PLACE = "CAPTION"
 
 
@@ -70,7 +69,7 @@ class ZImage(Family):
         states, latents = conditioning.states[0], noised.noised_latents
         answer = denoiser(
             list(latents[:, :, None]),  # pictures are films of one frame
-            1 - noised.timesteps / _PIPELINE_TIMESTEPS,
+            1 - noised.timesteps / PIPELINE_TIMESTEPS,
             [rows[:count] for rows, count in zip(states, _lengths(states, conditioning.masks[0]), strict=True)],
         ).sample
         if not latents.is_cuda:  # a table of positions without values, made while counting, would stay
