@@ -131,8 +131,9 @@ def assert_draws(folder: Path) -> None:
 )
 def test_two_processes_that_are_killed_continue_to_the_bit(template: str, own: dict[str, Any], home: Path) -> None:
     """Adapters, and all weights, of denoiser and text encoder. No class image has to be drawn."""
+    shutil.copytree(home / "subject", home / "given", dirs_exist_ok=True)
     own = {**own, "dataset__prior__num_images": 3, "system__batch_size": 4}
-    whole, cut = (argv(home, f"{template}_{run}", "subject", template, **own) for run in ("whole", "cut"))
+    whole, cut = (argv(home, f"{template}_{run}", "given", template, **own) for run in ("whole", "cut"))
     train_in_processes(whole, 2)
     train_until_killed(cut, 2, step=4)
     assert [path.name for path in (home / f"{template}_cut" / "checkpoints").iterdir()] == ["step=3"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from torch import Tensor
+from torch import Tensor, distributed
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
@@ -82,7 +82,11 @@ def train(argv: list[str], *callbacks: pl.Callback) -> Run:
     """Fit to the end, or to a callback's exception."""
     run = prepare(argv)
     run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
-    run.trainer.fit(run.module, datamodule=run.data)
+    try:
+        run.trainer.fit(run.module, datamodule=run.data)
+    finally:
+        if distributed.is_initialized() and distributed.get_world_size() == 1:  # FSDP, or a mesh of one process
+            distributed.destroy_process_group()
     return run
 
 
