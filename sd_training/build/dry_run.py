@@ -73,7 +73,8 @@ def describe(plan: Plan) -> str:
     if problems := fit_problems(config, family, grid) if networks else []:
         checks.errors.append(ConfigError(problems))
     to_draw = checks.run(lambda: missing_class_images(config, start.changed if start else ())) or []
-    own = plan if not to_draw else replace(plan, config=_without_prior(config))
+    bare = config.dataset.replace(prior=PriorConfig())
+    own = plan if not to_draw else replace(plan, config=config.replace(dataset=bare))
     data = make_data(own, family, grid)
     reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
@@ -109,11 +110,6 @@ def describe(plan: Plan) -> str:
         checks.run(lambda: [family.tensor_plan(block, tensor) for block in family.blocks() if tensor > 1])
     checks.finish()
     return text
-
-
-def _without_prior(config: Config) -> Config:
-    dataset = config.dataset.model_copy(update={"prior": PriorConfig()})
-    return config.model_copy(update={"dataset": dataset})
 
 
 def _as_word(value: Any) -> str:

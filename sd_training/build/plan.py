@@ -100,8 +100,7 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     encoders = config.distributed.encoders
     if encoders == "auto":
         encoders = _keeping_up(config, find_launch(config.trainer, is_described=is_described))
-        distributed = config.distributed.model_copy(update={"encoders": encoders})
-        config = config.model_copy(update={"distributed": distributed})
+        config = config.replace(distributed=config.distributed.replace(encoders=encoders))
         log.info(f"distributed.encoders: auto is {encoders} here")
     named, gpus = config.distributed.encoder_devices, torch.cuda.device_count()
     if named and torch.cuda.is_available() and not is_described and max(named) >= gpus:
