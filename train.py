@@ -173,7 +173,7 @@ def _written_page(run_dir: Path) -> str:
 
 def command() -> None:
     """`sd-train` of an installed package."""
-    run_cli(main)
+    run_cli(main, explains_files=False)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 threads and memory of a process that computes on the CPU."""
 
 import ctypes
+import errno
 import json
 import os
 import select
@@ -28,12 +29,19 @@ _KEPT_BYTES = {-1: 2**31 - 1, -3: 2**25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's mallopt, the largest values that it takes. By default memory goes
 back to the system as soon as a network without gradients has run, and its pages are faulted in again one by one at the
 next run: encoding took a third of its time for that."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNUSABLE = ("EACCES", "EPERM", "EROFS", "ENOENT", "EEXIST", "ENOTDIR", "EISDIR", "ENOTEMPTY", "ENAMETOOLONG")
+"""Errors of the system that a user can mend."""
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """What a container may use: quota and period [µs], or "max"."""
 
 
-def run_cli(main: Callable[[], None]) -> None:
+def run_cli(main: Callable[[], object], *, explains_files: bool = True) -> None:
     """Runs a command's `main`.
+
+    Args:
+        explains_files: a file that cannot be read or written is the user's mistake as well. Not in a training, which
+            checks what it is given: what happens hours later needs its traceback.
 
     Raises:
         SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C; other
@@ -43,7 +51,14 @@ def run_cli(main: Callable[[], None]) -> None:
     hide_in_tracebacks()
     try:
         main()
-    except UserError as error:
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        raise SystemExit(_READER_GONE) from None
+    except (UserError, OSError) as raised:
+        error = raised if isinstance(raised, UserError) else _mistake(raised) if explains_files else None
+        if error is None:
+            raise
         if not is_main_process():
             # A mistake that all ranks make is printed by rank 0; its launcher then ends the others by SIGTERM. A rank
             # that is still alive after the wait prints its own error.
@@ -56,12 +71,17 @@ def run_cli(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        if not _is_reader_gone():
-            raise
-        raise SystemExit(_READER_GONE) from None
     finally:
         _is_reader_gone()
+
+
+def _mistake(error: OSError) -> UserError | None:
+    """The mistake behind an error of the system: of a file that its message names, or a full disk."""
+    is_full, file = error.errno in _FULL, error.filename2 or error.filename
+    if not is_full and (file is None or errno.errorcode.get(error.errno or 0) not in _UNUSABLE):
+        return None
+    said, remedy = f"{file}: " * (file is not None), "free space" if is_full else "correct the path, give access to it"
+    return UserError(f"{said}{error.strerror}; {remedy}, or name another place")
 
 
 def _is_reader_gone() -> bool:

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -47,6 +48,39 @@ def test_a_reader_of_the_output_may_leave(lines: int) -> None:
 def test_defects_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_cli(raising(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda folder: (folder / "none").read_text(), "{folder}/none: No such file or directory"),
+        (lambda folder: folder.read_text(), "{folder}: Is a directory"),
+        (lambda folder: (folder / "file" / "x").write_text(""), "{folder}/file/x: Not a directory"),
+        (lambda folder: os.replace(folder / "file", folder), "{folder}: Directory not empty"),
+        (lambda folder: (folder / ("x" * 300)).mkdir(), "File name too long"),
+        (lambda folder: Path("/dev/full").write_text("x"), "error: No space left on device; free space, or name"),
+    ],
+)
+def test_files_that_a_command_cannot_use_are_mistakes(
+    act: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        run_cli(lambda: act(tmp_path))
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and said.format(folder=tmp_path) in printed
+    assert printed.endswith(", or name another place\n")
+
+
+def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None:
+    """Those that no path mends, that name no file, and all of a training."""
+    for error in (OSError(errno.EIO, "an error", "x"), PermissionError(errno.EPERM, "of a signal")):
+        with pytest.raises(OSError) as raised:
+            run_cli(raising(error))
+        assert raised.value is error
+    with pytest.raises(IsADirectoryError):
+        run_cli(lambda: tmp_path.write_text(""), explains_files=False)
 
 
 def test_success_returns() -> None:
