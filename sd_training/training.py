@@ -60,6 +60,8 @@ Section = Literal[
 SECTIONS: tuple[Section, ...] = get_args(Section)
 _MAX_OPEN = 4096
 """Moments kept before those that have passed are summed; a logging window seldom has more."""
+BEGIN_ANOTHER = "take another experiment.name and start from its export (model.pretrained or model.vae.pretrained)"
+"""Remedy of a checkpoint that cannot go on; the second option names an autoencoder."""
 
 
 class Ledger:
@@ -132,7 +134,7 @@ def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
         return ""
     return (
         f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
-        "Restore them, or take another experiment.name and start from the exported pipeline (model.pretrained)"
+        f"Restore them, or {BEGIN_ANOTHER}"
     )
 
 

@@ -36,7 +36,7 @@ from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger
 from sd_training.parallel.strategies import assign_by_size, strategy_of
-from sd_training.training import TrainedModule
+from sd_training.training import BEGIN_ANOTHER, TrainedModule
 
 log = get_logger(__name__)
 
@@ -168,8 +168,8 @@ class Ema(OptimizerStepCallback):
         self.finish_update()
         if missing := sorted(self._tracks.keys() - averages.keys()):
             raise CheckpointError(
-                f"ema.sigma_rels: {missing[0]}, but the checkpoint has no such average; resume without it, or take "
-                "another experiment.name and start from the exported pipeline (model.pretrained)"
+                f"ema.sigma_rels: {missing[0]}, but the checkpoint has no such average; resume without it, or "
+                f"{BEGIN_ANOTHER}"
             )
         for part in (EMA_PART, *self._tracks):
             self._start(trainer, module, part, averages.get(part, self._initial))  # or with the run's first weights

@@ -91,7 +91,7 @@ def _parts(config: Config) -> Iterator[str]:
     # `noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler.
     needed = ("vae",) if model.train == "vae" else (*FAMILY_PARTS[family], "noise_scheduler_training")
     known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
-    if not given:
+    if not given and model.train == "denoiser":
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
         return

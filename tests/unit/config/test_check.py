@@ -194,6 +194,8 @@ def test_no_part_at_all_is_one_problem() -> None:
     base = {key: value for key, value in BASE.items() if key != "model.pretrained"}
     [problem] = report(base)
     assert problem.startswith("model.pretrained: is required")
+    [problem] = report(base, model__train="vae")
+    assert problem.startswith("model.vae: is required: give `pretrained`")
 
 
 def test_a_pretrained_noise_scheduler_takes_params() -> None:
