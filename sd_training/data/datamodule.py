@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.config.changes import differences
+from sd_training.config.check import data_sets
 from sd_training.config.data_schema import CaptionConfig, DatasetConfig, MixEntry, SourceParams
 from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
@@ -59,6 +60,14 @@ _HELD_OUT_SEED = 2**40
 """Of the noise; not the run's, so that runs with other seeds are measured alike."""
 
 
+def _open(option: str, *args: Any, **options: Any) -> OpenDataset:
+    """As `open_dataset`; errors name the option that says where the samples are, not that of the first data set."""
+    try:
+        return open_dataset(*args, **options)
+    except (ConfigError, DataError) as error:
+        raise type(error)(str(error).replace("dataset.params.path", option)) from error
+
+
 class HeldOutData:
     """Delivers PixelBatches by their number. Type and processing are those of the run's first data set, without
     regularisation.
@@ -85,10 +94,7 @@ class HeldOutData:
             ConfigError, DataError: it cannot be used.
         """
         table, params, kind = training_sizes(self.params), self.params, self.run.dataset.type
-        try:
-            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.run.captions_needed)
-        except (ConfigError, DataError) as error:
-            raise type(error)(str(error).replace("dataset.params.path", self.option)) from error
+        dataset = _open(self.option, kind, params, params, table, 1, captions_needed=self.run.captions_needed)
         return TrainingSamples([dataset], table, params, self.run.tokenizers, self.draws, global_batch=1)
 
     @cached_property
@@ -337,14 +343,15 @@ class TrainingData(pl.LightningDataModule):
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
         checks = Checks()
+        named = [*(f"{prefix}.params.path" for prefix, _ in data_sets(self.dataset)), "dataset.prior.path"]
         open_one = partial(
-            open_dataset,
+            _open,
             params=self.dataset.params,
             table=self.table,
             batch_size=self._batch_per_dataset,
             captions_needed=self.captions_needed,
         )
-        made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self.entries]
+        made = [checks.run(partial(open_one, at, e.type, e.params)) for at, e in zip(named, self.entries, strict=False)]
         checks.finish()
         return [dataset for dataset in made if dataset is not None]
 
