@@ -14,14 +14,14 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -113,6 +113,17 @@ def modelspec(
     return {f"modelspec.{name}": value for name, value in spec.items()}
 
 
+def save_sorted(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """As safetensors, which orders the metadata at random: the same tensors would be another file at every save."""
+    save_file(tensors, path, {"format": "pt", **metadata})
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
+
+
 @dataclass(frozen=True)
 class WrittenPart:
     """The files of a frozen part in an earlier export."""
@@ -197,10 +208,7 @@ def export_pipeline(
 def _write(pipeline: Any, folder: Path, written: Mapping[str, WrittenPart]) -> set[str]:
     """Writes the pipeline, or links parts of it; returns the names of those."""
     if isinstance(pipeline, LoraExport):
-        header = {"format": "pt", **pipeline.header}
-        LoraBaseMixin.write_lora_layers(
-            dict(pipeline.tensors), str(folder), True, None, partial(save_file, metadata=header), True
-        )
+        save_sorted(dict(pipeline.tensors), folder / LORA_WEIGHT_NAME_SAFE, pipeline.header)
         return set() if pipeline.pipeline is None else _write(pipeline.pipeline, folder, written)
     linked = {name for name, part in written.items() if part.link_to(folder / name)}
     if not linked:

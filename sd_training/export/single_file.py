@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from diffusers.loaders import single_file_utils as diffusers_names
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import bit_differences, modelspec
+from sd_training.export.pipeline import bit_differences, modelspec, save_sorted
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TABLES: Any = diffusers_names.DIFFUSERS_TO_LDM_MAPPING
@@ -50,7 +51,7 @@ def write_single_file(folder: Path, target: Path) -> int:
 
     Raises:
         ConfigError: the folder holds no pipeline that has such a layout.
-        DataError: diffusers would not read back what is in the folder.
+        DataError: diffusers would not read back what is in the folder, or the file cannot be written.
     """
     tensors = original_layout(folder)
     partial = target.with_name(f"{target.name}.partial")
@@ -61,11 +62,13 @@ def write_single_file(folder: Path, target: Path) -> int:
     spec = modelspec(family, unet, scheduler.get("prediction_type", "epsilon"), side, target.stem, is_adapter=False)
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, partial, metadata={"format": "pt", **spec})
+        save_sorted(whole, partial, spec)
         umask = os.umask(0o077)
         os.umask(umask)
         partial.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{target}: cannot be written: {error}; name another place") from error
     finally:
         partial.unlink(missing_ok=True)
     return len(tensors)
@@ -77,7 +80,7 @@ def original_layout(folder: Path) -> dict[str, Tensor]:
         kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
         settings = {path.parent.name: json.loads(path.read_bytes()) for path in folder.glob("*/*config.json")}
         weights = {part: _weights(folder / part) for part in settings}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         adapters = "; it holds adapters alone, which model.lora.merge=true also adds to the weights"
         is_lora = (folder / LORA_WEIGHT_NAME_SAFE).is_file()
         raise ConfigError(f"{folder}: is no pipeline folder: {error}{adapters * is_lora}") from error

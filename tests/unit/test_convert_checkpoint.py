@@ -114,12 +114,17 @@ def test_the_command_has_a_process_without_rights(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "1 tensor," in done.stdout and "opened with" in done.stdout
     assert load_file(tmp_path / "good.safetensors")["a"].shape == (2,)
+    (tmp_path / "folder.pt").mkdir()
     for words, reason in (
         (("none.pt", "x.safetensors"), "no such file"),
         (("good.pt", "good.safetensors"), "exists"),
         (("good.pt", "x.bin"), "must be a"),
+        (("folder.pt", "x.safetensors"), "folder.pt: is no pipeline folder"),
+        (("good.pt", "good.pt/x.safetensors"), "must be a *.safetensors file in a folder that exists"),
+        (("good.pt", "/proc/x.safetensors"), "/proc/x.safetensors: cannot be written: "),
     ):
-        assert reason in run(*words).stderr
+        done = run(*words)
+        assert (done.returncode, reason in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 
 def test_memory_has_a_limit() -> None:

@@ -23,7 +23,7 @@ from scripts import convert_checkpoint
 from sd_training.config.load import load_config
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import bit_differences, modelspec
+from sd_training.export.pipeline import bit_differences, modelspec, save_sorted
 from sd_training.export.single_file import original_layout, renamed, write_single_file
 from sd_training.models.families import load_family
 from tests import makers, published_models
@@ -286,6 +286,42 @@ def test_a_run_begins_with_a_file_and_its_export_becomes_one(shards_dir: Path, t
     umask = os.umask(0o077)
     os.umask(umask)
     assert ours.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_file_is_the_same_at_every_save(tmp_path: Path) -> None:
+    """safetensors alone orders the metadata anew each time."""
+    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    file, plain = tmp_path / "x.safetensors", tmp_path / "plain.safetensors"
+    seen = set[bytes]()
+    for _ in range(5):
+        write_single_file(folder, file)
+        seen.add(file.read_bytes())
+    assert len(seen) == 1
+    with safe_open(file, "pt") as stored:
+        metadata = stored.metadata()
+    save_file(load_file(file), plain, metadata)
+    assert file.stat().st_size == plain.stat().st_size and metadata["format"] == "pt"
+    with safe_open(plain, "pt") as stored:
+        assert stored.metadata() == metadata
+    text = {"title": 'naïve "日本"\n\x01'}
+    save_sorted({"a": torch.arange(3.0)}, file, text)
+    assert torch.equal(load_file(file)["a"], torch.arange(3.0))
+    with safe_open(file, "pt") as stored:
+        assert stored.metadata() == {"format": "pt", **text}
+
+
+def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path) -> None:
+    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    with pytest.raises(DataError, match=r"/proc/x\.safetensors: cannot be written: .*; name another place"):
+        write_single_file(folder, Path("/proc/x.safetensors"))
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(b"")
+    with pytest.raises(ConfigError, match="is no pipeline folder: "):
+        write_single_file(folder, tmp_path / "x.safetensors")
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(ConfigError, match="is no pipeline folder: "):
+        write_single_file(folder, tmp_path / "x.safetensors")
 
 
 def test_two_processes_that_are_killed_train_from_a_file_as_from_the_folder(shards_dir: Path, tmp_path: Path) -> None:
