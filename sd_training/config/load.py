@@ -46,6 +46,8 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
+_REFERENCE = re.compile(r"(?<!\\)\$\{([^${}:]+)\}")
+"""`${another.option}` inside a text."""
 
 Problems = dict[str, str]
 """Dotted option, file or argument → what is wrong with it."""
@@ -259,11 +261,19 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
             written, hint = _plain(node)[key], "only ${another.option} is read, nothing from outside the files"
             problems.setdefault(place, f"is {written}: {_first_line(error)}; {hint}")
             continue
+        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and (null := _null_inside(node, key)):
+            problems.setdefault(place, f"is {_plain(node)[key]}, but {null} is null; give {null} a value")
         # In YAML, a group or mapping with nothing but comments below it is null: it has its defaults.
         default = options()[place].default if place in options() else {} if place in groups() else None
         if not (value is None and isinstance(default, (dict, list))):
             found[key] = _resolve(value, place, problems) if isinstance(value, (DictConfig, ListConfig)) else value
     return list(found.values()) if isinstance(node, ListConfig) else found
+
+
+def _null_inside(node: Any, key: Any) -> str | None:
+    """The first option without a value in a text with interpolations, which would hold the word None there."""
+    names, root = _REFERENCE.findall(_plain(node)[key]), node._get_root()
+    return next((n for n in names if OmegaConf.select(node if n[0] == "." else root, n) is None), None)
 
 
 def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Problems:

@@ -68,3 +68,27 @@ def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: 
 def test_a_url_after_an_interpolation_is_no_resolver() -> None:
     config = load_config([*BASE, "checkpoint.mirror=s3://${experiment.name}:80"])
     assert config.checkpoint.mirror == "s3://first:80"
+
+
+@pytest.mark.parametrize(
+    ("word", "null"),
+    [
+        ("experiment.log_dir=runs/${wandb.entity}", "wandb.entity"),
+        ("experiment.log_dir=${experiment.name}/${wandb.entity}", "wandb.entity"),
+        ("experiment.project=of ${.eval_caption_file}", ".eval_caption_file"),
+        ("sampling.prompts=[a, 'a ${dataset.params.captions.text} b']", "dataset.params.captions.text"),
+    ],
+)
+def test_null_inside_a_text_is_no_word(word: str, null: str) -> None:
+    """It would be written as `None`."""
+    option, _, value = word.partition("=")
+    name, inside = (option, value) if value[0] != "[" else (f"{option}.1", "a ${dataset.params.captions.text} b")
+    base = [item for item in BASE if not item.startswith(f"{option}=")]
+    assert only(*base, word) == f"{name}: is {inside}, but {null} is null; give {null} a value"
+    if null == "wandb.entity":
+        assert "None" not in load_config([*base, word, "wandb.entity=x"]).experiment.log_dir
+
+
+def test_null_alone_and_written_signs_stay() -> None:
+    config = load_config([*BASE, "experiment.eval_caption_file=${wandb.entity}", r"experiment.project=a/\${x}"])
+    assert (config.experiment.eval_caption_file, config.experiment.project) == (None, "a/${x}")
