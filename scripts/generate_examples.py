@@ -47,7 +47,7 @@ from sd_training.config.value_types import path_argument
 from sd_training.data.samples.image import image_size
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.additions import SAMPLERS, Additions, make_sampler
-from sd_training.export.draw import Conditions, draw_images, picture_grid, read_rows
+from sd_training.export.draw import Conditions, draw_images, is_picture, picture_grid, read_rows
 from sd_training.export.pipeline import CURRENT, folder_problems, load_pipeline, part_names, read_index
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -96,7 +96,7 @@ def begin_folder(folder: Path, pictures: Sequence[Picture]) -> None:
         raise DataError(f"{path}: is not what this command writes ({error}); choose another --out") from error
     for file, wanted in lines.items():
         record = before.get(file, {})
-        if record != wanted and is_drawn(folder, file):
+        if record != wanted and is_picture(folder / file):
             changed = [key for key in {**wanted, **record} if record.get(key) != wanted.get(key)]
             differs = "; ".join(f"{key} {record.get(key)!r} instead of {wanted.get(key)!r}" for key in changed)
             raise DataError(
@@ -106,25 +106,19 @@ def begin_folder(folder: Path, pictures: Sequence[Picture]) -> None:
     replace_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
 
 
-def is_drawn(folder: Path, file: str) -> bool:
-    """Whether the folder has this picture. A damaged file counts as missing."""
-    try:
-        with Image.open(folder / file) as image:
-            image.verify()
-    except (OSError, SyntaxError, ValueError):
-        return False
-    return True
-
-
 def is_done(args: argparse.Namespace, picture: Picture) -> bool:
     """Whether the folder has the picture and, where it is asked for, its film."""
-    return is_drawn(args.out, picture.file) and (not args.gif or is_drawn(args.out, picture.film))
+    return is_picture(args.out / picture.file) and (not args.gif or is_picture(args.out / picture.film))
 
 
 def save_picture(folder: Path, file: str, image: Image.Image, **options: Any) -> None:
     """Writes an image; under its name there is a whole file or none."""
     partial = folder / f".{file}.partial"  # a fixed name: an interrupted one is overwritten next time
-    image.save(partial, format=file.rpartition(".")[2], **options)
+    try:
+        image.save(partial, format=file.rpartition(".")[2], **options)
+    except OSError as error:
+        error.filename = error.filename or str(partial)  # a full disk does not say
+        raise
     os.replace(partial, folder / file)
 
 
@@ -139,7 +133,7 @@ def write_grid(folder: Path, pictures: Sequence[Picture], columns: int | None = 
     Returns:
         How many of `pictures` exist.
     """
-    there = [folder / picture.file for picture in pictures if is_drawn(folder, picture.file)]
+    there = [folder / picture.file for picture in pictures if is_picture(folder / picture.file)]
     shown = [Image.open(path) for path in there[:_GRID_PICTURES]]
     for image in shown:
         image.thumbnail((_GRID_CELL, _GRID_CELL))  # reads the file and closes it

@@ -22,7 +22,7 @@ from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.sources.files import IMAGE_SUFFIXES
 from sd_training.errors import ConfigError, OutageError
-from sd_training.export.draw import draw_images, drawing_options
+from sd_training.export.draw import draw_images, drawing_options, is_picture
 from sd_training.log import get_logger, global_rank, is_main_process
 from sd_training.models.family import autocast
 from sd_training.parallel.launch import use_own_device
@@ -36,7 +36,8 @@ _POLL_S = 1.0
 
 
 def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list[str]:
-    """Names of the files of `dataset.prior` that are still to be drawn; none without a prior.
+    """Names of the files of `dataset.prior` that are still to be drawn, because they are not there or damaged, such as
+    empty after a copy to a full disk; none without a prior.
 
     Args:
         changed: options that differ from the last start of a resumed run.
@@ -60,7 +61,8 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
     own = {name for name in there if _NAME.fullmatch(name)}
     foreign = sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in there - own)
-    missing = [name for i in range(prior.num_images - foreign) if (name := f"class_{i:06d}.png") not in own]
+    names = (f"class_{i:06d}.png" for i in range(prior.num_images - foreign))
+    missing = [name for name in names if not is_picture(folder / name)]
     if missing and config.model.from_scratch:
         raise ConfigError(
             f"model.from_scratch: random weights would draw the {len(missing)} class images that are missing in "
@@ -113,13 +115,13 @@ def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWat
         _draw(plan, trained, folder, [name for name in missing if int(name[6:12]) % world == rank], watch)
     except OSError as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror or error}") from error
-    progress_s, left = time.monotonic(), len(missing)
-    while now_left := len(missing_class_images(plan.config)):
-        if now_left < left:
+    progress_s, left = time.monotonic(), missing
+    while now_left := [name for name in left if not is_picture(folder / name)]:
+        if len(now_left) < len(left):
             progress_s, left = time.monotonic(), now_left
             watch.enter("start", 0)
         if time.monotonic() > progress_s + plan.config.watch.collective_timeout_s:
-            raise OutageError(f"dataset.prior: {left} class images of other processes do not come into {folder}")
+            raise OutageError(f"dataset.prior: {len(left)} class images of other processes do not come into {folder}")
         time.sleep(_POLL_S)
 
 

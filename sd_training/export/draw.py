@@ -4,7 +4,7 @@ import csv
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -44,6 +44,14 @@ class Conditions:
                 own = [max(side // _SIDE, 1) * _SIDE for side in image_size(stream)]
             return height or own[1], width or own[0]
         return height, width
+
+
+def is_picture(path: Path) -> bool:
+    """Whether there is a picture. A damaged file counts as missing."""
+    with suppress(OSError, SyntaxError, ValueError), Image.open(path) as image:
+        image.verify()
+        return True
+    return False
 
 
 def draw_images(

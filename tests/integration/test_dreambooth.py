@@ -14,7 +14,7 @@ from sd_training.build.dry_run import describe
 from sd_training.build.plan import make_plan
 from sd_training.build.prior import missing_class_images
 from sd_training.config.load import load_config
-from sd_training.errors import ConfigError
+from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.faults.fork_server import shared_server
 from tests.integration.record_ids import RecordIds, read_ids
@@ -88,7 +88,9 @@ def test_a_run_with_a_prior(home: Path) -> None:
     train_in_processes(argv(home, "two", "class_of_two", system__batch_size=4), 2)
     assert pictures(home / "class_of_two") == drawn
     assert losses(home / "two") == pytest.approx(losses(home / "whole"), rel=1e-5)
-    (home / "class_of_two" / "class_000002.png").unlink()
+    for number, kept in ((2, 0), (4, -9)):  # of a copy to a full disk
+        (home / "class_of_two" / f"class_00000{number}.png").write_bytes(drawn[f"class_00000{number}.png"][:kept])
+    (home / "class_of_two" / "class_000003.png").unlink()
     train_until_killed(argv(home, "broken", "class_of_two"), 1, step=4)
     assert pictures(home / "class_of_two") == drawn
     more = load_config(argv(home, "broken", "class_of_two", dataset__prior__num_images=NUM_IMAGES + 1))
@@ -199,6 +201,18 @@ def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.from_scratch: random weights would draw the 3 class images"):
         missing_class_images(config.replace(model=config.model.replace(from_scratch=True)))
     assert missing_class_images(config)  # an older version did not write what the pictures were drawn by
+
+
+def test_too_few_class_images_are_of_their_own_option(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    shutil.copy(home / "subject" / "0.jpg", tmp_path / "class")
+    own = {"dataset__prior__num_images": 1, "dataset__params__resampled": False, "system__batch_size": 4}
+    run = prepare(argv(home, "few", str(tmp_path / "class"), **own))
+    with pytest.raises(
+        DataError, match=r"^dataset\.prior\.path: 1 sample of .*, fewer than one optimizer step"
+    ) as error:
+        run.data.prepare_data()
+    assert "dataset.params.path" not in str(error.value)
 
 
 @pytest.mark.parametrize(

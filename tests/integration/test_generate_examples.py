@@ -11,6 +11,7 @@ from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCM
 from PIL import Image
 
 from scripts import generate_examples
+from sd_training.cli import run_cli
 from sd_training.export.additions import samplers_for
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -176,3 +177,32 @@ def test_generate_user_errors(
     (tmp_path / "grid.csv").write_text("uid,caption\ngrid,a\n")
     assert said in fails(draw_argv(pipeline_dir, tmp_path / "out"), *options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "blocked"], "blocked/metadata.jsonl: Is a directory; "),
+        (["--out", "file/below"], "--out: file/below cannot be made (Not a directory)"),
+        (["--out", "/proc/nowhere"], "--out: /proc/nowhere cannot be made (No such file or directory)"),
+        (["--out", "taken"], "taken/000000.png: Is a directory; "),
+        (["--lora", "folder.safetensors"], "--lora: folder.safetensors/pytorch_lora_weights.safetensors is no "),
+        (["--init-image", "."], "init_image: . is not there, or is no JPEG, PNG or WebP file"),
+    ],
+)
+def test_places_that_cannot_be_read_or_written(
+    pipeline_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: Sequence[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("blocked/metadata.jsonl", "taken/000000.png", "folder.safetensors"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    words = ["--prompt", "a red square", *options]
+    with pytest.raises(SystemExit) as ended:
+        run_cli(lambda: draw(pipeline_dir, tmp_path / "out", *words))
+    assert ended.value.code == 2 and said in capsys.readouterr().err
