@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts import cache_latents, compare_checkpoints
+from scripts import cache_latents, compare_checkpoints, generate_examples
 from sd_training.build.plan import find_start, make_plan
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import shared_server
+from tests.integration.commands import fails
 from tests.integration.training import (
     checkpoint_tensors,
     losses,
@@ -175,6 +176,17 @@ def test_a_cache_gives_the_same_adapters(shards_dir: Path, tmp_path: Path) -> No
     train([*argv[1], f"dataset.cache.path={tmp_path / 'cache'}"])
     assert losses(tmp_path / "cached") == losses(tmp_path / "online")
     assert_equal(export(tmp_path / "cached"), export(tmp_path / "online"))
+
+
+def test_merged_adapters_are_not_drawn_with_twice(whole: Path, pipeline: Path, tmp_path: Path) -> None:
+    """A copy of their file neither; the pipeline that the run began with takes it."""
+    words = ["--prompt", "a red picture", "--out", tmp_path / "out", "--steps", "1", "--height", "16", "--width", "16"]
+    copy = shutil.copy(whole / "current_pipeline" / FILE, tmp_path / "copy.safetensors")
+    for lora in (whole, f"{copy}:0.5"):
+        said = fails(generate_examples.main, "--pipeline", whole, "--lora", lora, *words)
+        assert said.startswith("--lora: ") and " would count twice; leave it out, or give the pipeline that " in said
+    generate_examples.main([*map(str, ["--pipeline", pipeline, "--lora", whole, *words])])
+    assert (tmp_path / "out" / "000000.png").is_file()
 
 
 def draw(words: list[str]) -> None:
