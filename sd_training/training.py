@@ -129,13 +129,10 @@ def byte_pixels(pixels: Tensor) -> Tensor:
 
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The error of a checkpoint that was trained with other options; empty where none has changed."""
-    changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
-    if not changed:
-        return ""
-    return (
-        f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
-        f"Restore them, or {BEGIN_ANOTHER}"
-    )
+    changes = (Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value)
+    changed = "; ".join(change.sentence() for change in changes)
+    said = f"the checkpoint belongs to a run with other options: {changed}. Restore them, or {BEGIN_ANOTHER}"
+    return said if changed else ""
 
 
 class TrainedModule(pl.LightningModule):

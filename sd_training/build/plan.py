@@ -150,10 +150,8 @@ def run_length(config: Config, global_batch: int) -> int:
     if experiment.num_epochs is None:
         assert experiment.num_examples_to_see is not None, "config/check.py requires one of the three"
         return experiment.num_examples_to_see
-    captions_needed = config.model.train != "vae"
-    dataset = open_dataset(
-        config.dataset.type, params, params, training_sizes(params), global_batch, captions_needed=captions_needed
-    )
+    sizes, needed = training_sizes(params), config.model.train != "vae"
+    dataset = open_dataset(config.dataset.type, params, params, sizes, global_batch, captions_needed=needed)
     return round(experiment.num_epochs * len(dataset.selected))
 
 

@@ -59,8 +59,7 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
     if others := [key for key, value in drawn_from.items() if asked.get(key, value) != value]:
         now = "; ".join(f"{key} was {drawn_from[key]!r}, now {asked[key]!r}" for key in others)
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
-    own = {name for name in there if _NAME.fullmatch(name)}
-    foreign = sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in there - own)
+    foreign = sum(n.lower().endswith(IMAGE_SUFFIXES) and n[0] != "." and not _NAME.fullmatch(n) for n in there)
     names = (f"class_{i:06d}.png" for i in range(prior.num_images - foreign))
     missing = [name for name in names if not is_picture(folder / name)]
     if missing and config.model.from_scratch:
@@ -105,8 +104,8 @@ def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWat
     if not missing or family is None:
         return
     folder = output_path(str(plan.config.dataset.prior.path))
-    is_alone = plan.launch.launcher == "own"  # the others are started later
-    rank, world = (0, 1) if is_alone else (global_rank(), plan.launch.processes)
+    # Those that Lightning starts do not exist yet.
+    rank, world = (0, 1) if plan.launch.launcher == "own" else (global_rank(), plan.launch.processes)
     log.info(f"dataset.prior: {len(missing)} class images are drawn into {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

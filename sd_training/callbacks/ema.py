@@ -167,10 +167,8 @@ class Ema(OptimizerStepCallback):
         """
         self.finish_update()
         if missing := sorted(self._tracks.keys() - averages.keys()):
-            raise CheckpointError(
-                f"ema.sigma_rels: {missing[0]}, but the checkpoint has no such average; resume without it, or "
-                f"{BEGIN_ANOTHER}"
-            )
+            without = f"{missing[0]}, but the checkpoint has no such average; resume without it"
+            raise CheckpointError(f"ema.sigma_rels: {without}, or {BEGIN_ANOTHER}")
         for part in (EMA_PART, *self._tracks):
             self._start(trainer, module, part, averages.get(part, self._initial))  # or with the run's first weights
 

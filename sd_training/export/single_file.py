@@ -63,8 +63,7 @@ def write_single_file(folder: Path, target: Path) -> int:
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_sorted(whole, partial, spec)
-        umask = os.umask(0o077)
-        os.umask(umask)
+        os.umask(umask := os.umask(0o077))
         partial.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         os.replace(partial, target)
     except (OSError, SafetensorError) as error:
