@@ -75,7 +75,8 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
 
     problems, origins = Problems(), Origins()
     try:
-        values = _resolve(_gather(argv, origins, problems), "", problems)
+        tree = _gather(argv, origins, problems)
+        values = _resolve(tree, "", problems, tree)
     except RecursionError:
         raise ConfigError("configuration: nested too deeply, or an option contains itself by interpolation") from None
     problems |= rename_old(values, origins)
@@ -242,7 +243,7 @@ def _parse_value(key: str, text: str) -> Any:
     return text if option.accepts(text) and not option.accepts(value) else value
 
 
-def _resolve(node: Any, path: str, problems: Problems) -> Any:
+def _resolve(node: Any, path: str, problems: Problems, root: DictConfig) -> Any:
     """Plain containers with interpolations filled in, without the values that are missing (`???`)."""
     found = {}
     for key in range(len(node)) if isinstance(node, ListConfig) else node:
@@ -261,18 +262,18 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
             written, hint = _plain(node)[key], "only ${another.option} is read, nothing from outside the files"
             problems.setdefault(place, f"is {written}: {_first_line(error)}; {hint}")
             continue
-        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and (null := _null_inside(node, key)):
+        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and (null := _null_inside(node, key, root)):
             problems.setdefault(place, f"is {_plain(node)[key]}, but {null} is null; give {null} a value")
         # In YAML, a group or mapping with nothing but comments below it is null: it has its defaults.
         default = options()[place].default if place in options() else {} if place in groups() else None
         if not (value is None and isinstance(default, (dict, list))):
-            found[key] = _resolve(value, place, problems) if isinstance(value, (DictConfig, ListConfig)) else value
+            found[key] = _resolve(value, place, problems, root) if isinstance(value, DictConfig | ListConfig) else value
     return list(found.values()) if isinstance(node, ListConfig) else found
 
 
-def _null_inside(node: Any, key: Any) -> str | None:
+def _null_inside(node: Any, key: Any, root: DictConfig) -> str | None:
     """The first option without a value in a text with interpolations, which would hold the word None there."""
-    names, root = _REFERENCE.findall(_plain(node)[key]), node._get_root()
+    names = _REFERENCE.findall(_plain(node)[key])
     return next((n for n in names if OmegaConf.select(node if n[0] == "." else root, n) is None), None)
 
 
