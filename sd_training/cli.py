@@ -1,6 +1,7 @@
-"""Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; and
-threads and memory of a process that computes on the CPU."""
+"""Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; how a
+process with a process group ends; and threads and memory of a process that computes on the CPU."""
 
+import atexit
 import ctypes
 import errno
 import json
@@ -8,10 +9,12 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from sd_training.errors import EXIT_INTERRUPTED, UserError
 from sd_training.log import for_terminal, get_logger, hide_in_tracebacks, is_main_process
@@ -36,8 +39,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """What a container may use: quota and period [µs], or "max"."""
 
 
-def run_cli(main: Callable[[], object], *, explains_files: bool = True) -> None:
-    """Runs a command's `main`.
+def run_cli(main: Callable[[], None], *, explains_files: bool = True) -> None:
+    """Runs a command's `main`. A process that then has a process group ends here (see `end_process`).
 
     Args:
         explains_files: a file that cannot be read or written is the user's mistake as well. Not in a training, which
@@ -47,6 +50,34 @@ def run_cli(main: Callable[[], object], *, explains_files: bool = True) -> None:
         SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C; other
             exceptions are defects of the program and keep their traceback.
     """
+    try:
+        _run(main, explains_files)
+    except SystemExit as end:
+        if isinstance(end.code, int) and _has_group():
+            end_process(end.code)
+        raise
+    if _has_group():
+        end_process(0)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process as the interpreter would, its threads, then what is registered for the end, but takes no
+    objects apart. Threads of gloo drop the tensors of a collective, for which they need the interpreter's lock; one
+    that waits for it while the interpreter is taken down is ended by CPython, and aborts the process (SIGABRT)."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # a full disk, closed, none
+            stream.flush()
+    os._exit(status)
+
+
+def _run(main: Callable[[], None], explains_files: bool) -> None:
     os.umask(os.umask(0o077) | _OTHERS_CANNOT_WRITE)
     hide_in_tracebacks()
     try:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sd_training.cli import end_process
+
 ROOT = Path(__file__).resolve().parents[2]
 _LOOK_EVERY_S = 0.005
 
@@ -221,16 +223,10 @@ def _serve() -> Callable[[], None] | None:
     return None
 
 
-def end_process(todo: Callable[[], None]) -> NoReturn:
-    """Does it and ends the process as the interpreter would: its threads, then what is registered for the end. Only the
-    memory is not taken apart object by object, which takes seconds because it is shared with the server until it is
-    touched."""
-    status = _status_of(todo)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)
+def do_and_end(todo: Callable[[], None]) -> NoReturn:
+    """Does it and ends the process. Objects are shared with the server until they are touched; to take them apart would
+    take seconds."""
+    end_process(_status_of(todo))
 
 
 def _status_of(todo: Callable[[], None]) -> int:
@@ -247,4 +243,4 @@ def _status_of(todo: Callable[[], None]) -> int:
 if __name__ == "__main__":
     todo = _serve()
     if todo is not None:
-        end_process(todo)
+        do_and_end(todo)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.faults.fork_server import Child, ForkServer, end_process, shared_server
+from tests.faults.fork_server import Child, ForkServer, do_and_end, shared_server
 from tests.free_port import free_port
 from tests.tiny_options import tiny_run_options
 
@@ -218,7 +218,7 @@ class _ForkedCommand(subprocess.Popen[bytes]):
             os.environ.clear()
             os.environ.update(environment)
             words = list(args[args.index("-u") + 1 :])
-            end_process(lambda: run_here([os.getcwd(), "", *words]))
+            do_and_end(lambda: run_here([os.getcwd(), "", *words]))
 
 
 def torchrun(words: list[str]) -> None:

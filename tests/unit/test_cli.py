@@ -89,6 +89,39 @@ def test_success_returns() -> None:
     assert done == [1]
 
 
+GROUP_ENDS = """
+import atexit, sys, time
+import torch, torch.distributed as distributed
+from sd_training.cli import run_cli
+from sd_training.errors import ConfigError
+
+def at_exit():
+    print("at exit")
+    sys.setswitchinterval(100)  # from now on a thread that wants the interpreter waits to the end
+    distributed.all_reduce(torch.ones(3), async_op=True)
+    end_s = time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        pass
+
+def main():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    atexit.register(at_exit)
+    END
+
+run_cli(main)
+"""
+"""A thread of gloo drops the tensor while the process ends."""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("pass", 0), ("sys.exit(75)", 75), ("raise ConfigError('x: is wrong')", 2)]
+)
+def test_a_process_with_a_process_group_ends_with_its_status(end: str, status: int) -> None:
+    program = GROUP_ENDS.replace("END", end, 1)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "at exit\n"), done.stderr
+
+
 def test_torchrun_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch reads it for the block that it prints."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
