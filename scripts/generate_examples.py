@@ -49,6 +49,7 @@ from sd_training.errors import ConfigError, DataError
 from sd_training.export.additions import SAMPLERS, Additions, make_sampler
 from sd_training.export.draw import Conditions, draw_images, is_picture, picture_grid, read_rows
 from sd_training.export.pipeline import CURRENT, folder_problems, load_pipeline, part_names, read_index
+from sd_training.models.families import FAMILIES
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
 """File stem → `caption`, and what else the row of the .csv has."""
@@ -324,12 +325,13 @@ def check_pipeline(args: argparse.Namespace, additions: Additions, kinds: Condit
     name = read_index(args.pipeline)["_class_name"]
     kind = getattr(diffusers, name, None)
     takes = set(inspect.signature(kind.__call__).parameters) if kind is not None else set()
-    if {"prompt", "generator", "num_inference_steps", "guidance_scale"} - takes or "image" in takes:
+    is_ours = any(family.pipeline_class is kind for family in FAMILIES.values())  # FLUX.2 takes an image, or none
+    if {"prompt", "generator", "num_inference_steps", "guidance_scale"} - takes or ("image" in takes and not is_ours):
         raise DataError(f"{args.pipeline}: {name} does not draw pictures from text alone")
     if (kind := additions.pipeline_class(name)) is None:
         raise ConfigError(f"--controlnet, --init-image: diffusers cannot draw so with a {name}")
     needs = {*pipeline_options(args, additions), *["negative_prompt"] * (kinds.negative_prompt is not None)}
-    needs |= {*["callback_on_step_end"] * args.gif, *["true_cfg_scale"] * name.startswith("Flux")}
+    needs |= {*["callback_on_step_end"] * args.gif, *["true_cfg_scale"] * (name == "FluxPipeline")}
     if lacks := sorted(needs - set(inspect.signature(kind.__call__).parameters)):
         raise ConfigError(f"{args.pipeline}: {kind.__name__} of diffusers takes no {', '.join(lacks)}")
     config = json.loads((args.pipeline / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from tests.tiny_parts import (
     WIDTH,
     clip,
     flux,
+    flux2,
     qwen_image,
     sana,
     t5,
@@ -141,6 +142,7 @@ PIPELINES: Mapping[str, Callable[[], DiffusionPipeline]] = {
     "sana": sana,
     "z_image": z_image,
     "qwen_image": qwen_image,
+    "flux2": flux2,
 }
 
 

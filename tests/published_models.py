@@ -97,6 +97,7 @@ FROZEN: Mapping[str, dict[str, Any]] = {
     "sana_1600m": {"vae": deep_autoencoder(), "text_encoder": GEMMA_2B},
     "qwen_image": {"vae": {"z_dim": 16}, "text_encoder": QWEN2_5_VL_7B},
     "z_image": {"vae": vae(16), "text_encoder": QWEN3_4B},
+    "flux2_klein": {"vae": {"latent_channels": 32}, "text_encoder": QWEN3_4B | {"tie_word_embeddings": True}},
     "mmdit_rope": {"vae": vae(16), "text_encoders": [GEMMA_2B, MODERNBERT_LARGE, CLIP_L]},
 }
 """What stands on the hub: arguments of the frozen parts, of the published sizes."""
@@ -113,6 +114,7 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "sana_1600m": {"transformer": 1604.5, "vae": 312.3, "text_encoder": 2614.3},
     "qwen_image": {"transformer": 20430.4, "vae": 126.9, "text_encoder": 8292.2},
     "z_image": {"transformer": 6154.9, "text_encoder": 4022.5},
+    "flux2_klein": {"transformer": 3875.5, "vae": 84.0, "text_encoder": 4022.5},
     "mmdit_rope": {"transformer": 1247.5},
 }
 """Published counts [millions]."""
@@ -127,6 +129,7 @@ FORWARD_GFLOP: Mapping[str, Mapping[tuple[int, int], str]] = {
     "flux": {(256, 256): "6807"},
     "qwen_image": {(512, 512): "22639", (1024, 512): "78304"},
     "z_image": {(512, 512): "18534", (1024, 512): "62506"},
+    "flux2_klein": {(512, 512): "10173", (1024, 512): "34820"},
     "sana_1600m": {(512, 300): "836.6", (1024, 300): "2966.7"},
 }
 """(pixels along a side, text tokens) → forward pass of the denoiser for one picture, counted once by hand-written
@@ -150,6 +153,11 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
     "sana_1600m": ({"num_attention_heads": 70, "num_cross_attention_heads": 20}, "flow_prediction", 3.0),
     "qwen_image": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
     "z_image": ({"n_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512]}, "flow_prediction", 3.0),
+    "flux2_klein": (
+        {"num_attention_heads": 24, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000, "guidance_embeds": False},
+        "flow_prediction",
+        None,
+    ),
     "mmdit_rope": ({"num_attention_heads": 19}, "flow_prediction", 1.0),
 }
 """Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
@@ -168,6 +176,7 @@ ATTENTION: Mapping[str, dict[tuple[int, bool], int]] = {
     "sana_1600m": {(112, True): 20},
     "qwen_image": {(128, True): 60},
     "z_image": {(128, False): 2, (128, True): 32},
+    "flux2_klein": {(128, False): 25},
     "mmdit_rope": {(64, True): 19},
 }
 """Width of a head, and whether there is a mask → attention calls per forward pass. Of CUDA's kernels flash takes no
@@ -184,6 +193,7 @@ WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "pixart_sigma": ("text_encoder", T5_XXL | _T5_WIDTH, "caption_channels"),
     "flux": ("text_encoder_2", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
     "z_image": ("text_encoder", QWEN3_4B | {"hidden_size": 2048}, "cap_feat_dim"),
+    "flux2_klein": ("text_encoder", QWEN3_4B | {"hidden_size": 2048}, "joint_attention_dim"),
     "sana_1600m": ("text_encoder", GEMMA_2B | {"hidden_size": 2048}, "caption_channels"),
 }
 """Model → a text encoder of another width, and the denoiser's option that does not fit it."""

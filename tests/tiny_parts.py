@@ -33,6 +33,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -237,14 +238,20 @@ def sana() -> DiffusionPipeline:
     )
 
 
-def z_image() -> DiffusionPipeline:
-    """A Z-Image pipeline with one block of each kind."""
+def chat_words() -> CLIPTokenizer:
+    """`tiny_tokenizer` with a chat template, in which a model that may not think has thought already, as Qwen 3's."""
     words = tiny_tokenizer()
     words.model_max_length = 512
     words.chat_template = (
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
+        "{% if add_generation_prompt %}<a>{% if not enable_thinking %}<t></t>{% endif %}{% endif %}"
     )
+    return words
+
+
+def z_image() -> DiffusionPipeline:
+    """A Z-Image pipeline with one block of each kind."""
+    words = chat_words()
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
     return diffusers.ZImagePipeline(
         vae=vae(CHANNELS),
@@ -295,6 +302,42 @@ def qwen_image() -> DiffusionPipeline:
             axes_dims_rope=(4, 6, 6),
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
+    )
+
+
+def flux2() -> DiffusionPipeline:
+    """A FLUX.2 [klein] pipeline with one block of each kind, and a text encoder with one layer behind those that are
+    read."""
+    words = chat_words()
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 28, "num_attention_heads": 2}
+    text = Qwen3Config(vocab_size=len(words), num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, **sizes)
+    autoencoder = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+    )
+    autoencoder.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    autoencoder.bn.running_var.copy_(torch.linspace(0.3, 3.0, 16))
+    return diffusers.Flux2KleinPipeline(
+        vae=autoencoder,
+        text_encoder=Qwen3ForCausalLM(text),
+        tokenizer=words,
+        transformer=diffusers.Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * WIDTH,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
     )
 
 

@@ -369,6 +369,8 @@ def _autoencoder(plan: Plan) -> Trained:
     config = plan.config
     part = effective_part(config.model, "vae")
     vae = load_part("vae", part, seed=config.experiment.seed)
+    if "batch_norm_eps" in vae.config:  # that of FLUX.2 loads as an AutoencoderKL
+        raise ConfigError("model.vae: an AutoencoderKLFlux2 is not trained; use an AutoencoderKL")
     is_measured = config.model.vae_scaling_factor == "measure"
     if config.model.vae_scaling_factor == "auto":
         is_measured = part.pretrained is None

@@ -95,7 +95,7 @@ def _parts(config: Config) -> Iterator[str]:
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
         return
-    if model.train == "vae" and (model.vae.target or "").endswith(("AutoencoderDC", "QwenImage")):
+    if model.train == "vae" and (model.vae.target or "").endswith(("AutoencoderDC", "QwenImage", "KLFlux2")):
         yield f"model.vae.target: {model.vae.target} is not trained; use AutoencoderKL"
     for part in PARTS:
         key, own = f"model.{part}", getattr(model, part)

@@ -28,7 +28,9 @@ from sd_training.config.value_types import (
     used_with,
 )
 
-FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image", "qwen_image"]
+FamilyName = Literal[
+    "stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image", "qwen_image", "flux2"
+]
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
     "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
@@ -39,6 +41,7 @@ FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "sana": ("vae", "text_encoder", "tokenizer", "transformer"),
     "qwen_image": ("vae", "text_encoder", "tokenizer", "transformer"),
     "z_image": ("vae", "text_encoder", "tokenizer", "transformer"),
+    "flux2": ("vae", "text_encoder", "tokenizer", "transformer"),
 }
 """Parts that a family cannot do without."""
 DENOISERS = ("unet", "transformer")
@@ -51,6 +54,7 @@ DENOISER_CLASSES: Mapping[str, FamilyName] = {
     "SanaTransformer2DModel": "sana",
     "ZImageTransformer2DModel": "z_image",
     "QwenImageTransformer2DModel": "qwen_image",
+    "Flux2Transformer2DModel": "flux2",
 }
 """Class of `model.transformer.target` → family."""
 

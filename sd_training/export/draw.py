@@ -218,12 +218,16 @@ def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None)
     import torch
 
     vae, dtype = pipeline.vae, pipeline.vae.dtype
-    if latents.ndim == 3:  # FLUX keeps the tokens of its transformer
-        factor = pipeline.vae_scale_factor
-        usual = pipeline.default_sample_size * factor
-        latents = pipeline._unpack_latents(latents, height or usual, width or usual, factor)
     if dtype == torch.float16:  # in which some decoders overflow; pipelines have ways of their own around it
         vae.float()
+    if latents.ndim == 3:  # the tokens of a transformer, which FLUX keeps
+        factor = pipeline.vae_scale_factor
+        usual = pipeline.default_sample_size * factor
+        if hasattr(vae, "bn"):  # FLUX.2
+            tokens = latents * (vae.bn.running_var + vae.config.batch_norm_eps).sqrt() + vae.bn.running_mean
+            latents = pipeline._unpatchify_latents(tokens.mT.unflatten(2, ((height or usual) // (2 * factor), -1)))
+        else:
+            latents = pipeline._unpack_latents(latents, height or usual, width or usual, factor)
     config, latents = vae.config, latents.to(vae.dtype) / vae.config.get("scaling_factor", 1.0)
     if config.get("latents_std") is None:  # else one of each per channel (Playground v2.5, Qwen-Image)
         latents = latents + (config.get("shift_factor") or 0.0)
@@ -241,14 +245,13 @@ def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None)
 
 def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
     """Arguments of the pipeline for classifier-free guidance and for the requested sizes."""
-    name = type(pipeline).__name__
-    if name.startswith(("Flux", "QwenImage")) and (
+    known = inspect.signature(pipeline.__call__).parameters
+    if "true_cfg_scale" in known and (
         kinds.negative_prompt is not None or not pipeline.transformer.config.guidance_embeds
     ):
         return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
     as_trained = {"use_resolution_binning": False, "clean_caption": False}  # sizes and captions
-    known = inspect.signature(pipeline.__call__).parameters
-    if name.startswith("ZImage"):  # whose 0 is off
+    if type(pipeline).__name__.startswith("ZImage"):  # whose 0 is off
         scale -= 1
     # A guidance-distilled FLUX takes the scale as an input of the transformer.
     return {"guidance_scale": scale, **{key: value for key, value in as_trained.items() if key in known}}

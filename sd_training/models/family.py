@@ -39,6 +39,7 @@ TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "tex
 """Text encoder → its tokenizer; parts may also lack the later ones."""
 SIZE_NUMBERS = 6
 """Original height and width, crop top and left, target height and width."""
+_PLACE = "CAPTION"
 _ATTENTION_IN = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 _ATTENTION_OUT = ("to_out.0", "to_add_out")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -317,7 +318,7 @@ class Family(ABC):
                 problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
             wanted = self.classes.get(name, type(encoder).__name__)
             if name in self.free_text:
-                if type(encoder).__name__ == "CLIPTextModelWithProjection":
+                if type(encoder).__name__.endswith(("Projection", "CausalLM", "Generation")):
                     problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} reads states alone")
             elif type(encoder).__name__ != wanted:
                 problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
@@ -389,6 +390,20 @@ class Family(ABC):
             plan |= {name: ColwiseParallel(output_layouts=between) for name in into}
             plan[out] = RowwiseParallel(input_layouts=between)
         return {name: style for name, style in plan.items() if name in modules}
+
+
+def chat_tokenizer(own: Any, length: int, *, enable_thinking: bool) -> Tokenizer:
+    """Each caption as a user's message, in the words of the tokenizer's chat template; `length` tokens with these.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if own.chat_template is None:
+        raise ConfigError("model.tokenizer: has no chat template, in which the pipeline puts captions")
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable_thinking}
+    message = [{"role": "user", "content": _PLACE}]
+    prefix, _, suffix = own.apply_chat_template(message, **options).partition(_PLACE)
+    return Tokenizer(own, length, prefix=prefix, suffix=suffix)
 
 
 def is_stored(entry: Any) -> bool:

@@ -36,15 +36,15 @@ transformers.utils.logging.disable_progress_bar()
 
 
 _CLASSES: Mapping[str, str] = {
-    "vae": "AutoencoderKL AutoencoderDC AutoencoderKLQwenImage",
+    "vae": "AutoencoderKL AutoencoderDC AutoencoderKLFlux2 AutoencoderKLQwenImage",
     "unet": "UNet2DConditionModel",
     "transformer": (
         "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel SanaTransformer2DModel "
-        "QwenImageTransformer2DModel ZImageTransformer2DModel"
+        "Flux2Transformer2DModel QwenImageTransformer2DModel ZImageTransformer2DModel"
     ),
     "text_encoder": (
         "CLIPTextModel BertModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
-        "Qwen2_5_VLForConditionalGeneration Qwen3Model T5EncoderModel XLMRobertaModel"
+        "Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM Qwen3Model T5EncoderModel XLMRobertaModel"
     ),
     "tokenizer": "CLIPTokenizer AutoTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast",
     "controlnet": "ControlNetModel FluxControlNetModel SD3ControlNetModel",

@@ -11,7 +11,8 @@ from tests import makers
 from tests.integration.training import ROOT
 
 _UNETS = ("sd14", "sd15", "sd2_base", "sd21_v", "sdxl_base")
-MODELS = (*_UNETS, "sd3_medium", "pixart_sigma", "flux", "mmdit_rope", "sana_1600m", "z_image", "qwen_image")
+_OTHERS = ("sd3_medium", "pixart_sigma", "flux", "mmdit_rope", "sana_1600m", "z_image", "qwen_image", "flux2_klein")
+MODELS = (*_UNETS, *_OTHERS)
 FROM_SCRATCH = {"imagenet": "sd15", "sd2_base_stage1": "sd2_base", "sd3_stage1": "sd3_medium"}
 """Template → the model that it trains from random weights."""
 CONTINUED = {
@@ -35,7 +36,7 @@ def read(name: str) -> Any:
 
 
 def family_name(name: str) -> str:
-    kinds = ("sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image", "qwen_image")
+    kinds = ("sdxl", "sd3", "pixart", "flux2", "flux", "mmdit_rope", "sana", "z_image", "qwen_image")
     return next((kind for kind in kinds if name.startswith(kind)), "stable_diffusion")
 
 

@@ -173,9 +173,9 @@ def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) ->
     assert counted == math.ceil(share / (1 - share)) > 0
 
 
-@pytest.mark.parametrize("family", ["sana", "z_image", "qwen_image"])
+@pytest.mark.parametrize("family", ["sana", "z_image", "qwen_image", "flux2"])
 def test_one_code_for_a_picture_and_captions_of_their_own_lengths(family: str, tmp_path: Path) -> None:
-    """An autoencoder without a posterior, and masks that are shapes."""
+    """An autoencoder without a posterior, masks that are shapes, and states of several layers."""
     home = Home(tmp_path, save_pipeline(family, tmp_path / "pipeline"), write_shards(tmp_path / "shards"))
     train(home.argv("online"))
     train(home.argv("cached", dataset__cache__path=home.make("cache", "dtype=fp32")))

@@ -206,7 +206,7 @@ def test_negative_prompts_and_rescaled_guidance(tmp_path: Path) -> None:
         assert not np.array_equal(found, by_hand(hand, i, **SIZE))
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion", "flux", "mmdit_rope"])
+@pytest.mark.parametrize("family", ["stable_diffusion", "flux", "flux2", "mmdit_rope"])
 def test_a_film_of_the_denoising(family: str, tmp_path: Path) -> None:
     folder = save_trained(family, tmp_path / "run/current_pipeline")
     words = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--steps", "5"]
@@ -219,6 +219,12 @@ def test_a_film_of_the_denoising(family: str, tmp_path: Path) -> None:
             assert film.n_frames == 5 and film.size == picture.size
             film.seek(4)  # 256 colours
             assert np.abs(np.asarray(film.convert("RGB")).astype(int) - np.asarray(picture)).mean() < 8
+
+
+def test_what_flux2_does_not_take_is_refused(tmp_path: Path) -> None:
+    words = ["--pipeline", save_pipeline("flux2", tmp_path / "pipeline"), "--prompt", "a", "--out", tmp_path / "out"]
+    more = ["--steps", "2", "--negative-prompt", "blurred"]
+    assert "Flux2KleinPipeline of diffusers takes no negative_prompt" in fails(generate_examples.main, *words, *more)
 
 
 def test_pictures_made_with_something_else_are_not_mixed(pipeline_dir: Path, tmp_path: Path) -> None:

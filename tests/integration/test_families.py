@@ -101,7 +101,7 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     pipe.set_progress_bar_config(disable=True)
     height, width = drawn_size(name)
     extra |= {"height": height, "width": width, "guidance_scale": 0.0 if name == "z_image" else 1.0}  # off
-    pipe(caption, num_inference_steps=1, output_type="latent", **extra)
+    pipe(prompt=caption, num_inference_steps=1, output_type="latent", **extra)
     (theirs,) = calls
     latents = torch.zeros(1, *latent_grid(family.vae).shape(height, width))
     # One step of these samplers is at pure noise, and at timestep 1.

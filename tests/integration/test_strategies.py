@@ -74,7 +74,7 @@ def test_memory_is_cut_as_the_strategy_says(rows: dict[str, Row], tmp_path: Path
         (["tensor=2"], ["sd3", "pixart", "flux", "mmdit_rope", "stable_diffusion", "sdxl"]),
         # Of diffusers and of this project; FLUX has blocks that are cut and blocks that stay whole.
         (["tensor=2", "compile=aot_eager"], ["flux", "mmdit_rope"]),
-        (["fsdp=2"], ["sd3", "pixart", "flux", "mmdit_rope", "sdxl", "sana", "z_image", "qwen_image"]),
+        (["fsdp=2"], ["sd3", "pixart", "flux", "mmdit_rope", "sdxl", "sana", "z_image", "qwen_image", "flux2"]),
     ],
     ids=["tensor", "tensor-compiled", "fsdp"],
 )

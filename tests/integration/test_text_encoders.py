@@ -177,6 +177,11 @@ def test_parts_may_name_any_text_encoder_and_widths_are_checked(pipeline_dir: Pa
             "joint_attention_dim: is 32, but the other parts need 8",
         ),
         ("pixart_qwen", {"text_encoder": lambda: qwen(200, 8)}, "caption_channels: is 32, but the other parts need 8"),
+        (
+            "pixart_qwen",
+            {"text_encoder": lambda: family_makers.flux2().text_encoder},  # type: ignore[attr-defined]
+            "is a Qwen3ForCausalLM, but pixart reads states alone",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_before_data_is_read(name: str, change: Any, problem: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfi
 from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
+from sd_training.models.families.flux2 import Flux2Klein
 from sd_training.models.families.mmdit import MMDiT
 from sd_training.models.families.qwen_image import QwenImage
 from sd_training.models.families.sana import Sana
@@ -32,6 +33,7 @@ FAMILIES: Mapping[FamilyName, type[Family]] = {
         Sana,
         ZImage,
         QwenImage,
+        Flux2Klein,
     )
 }
 _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}

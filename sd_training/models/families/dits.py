@@ -21,7 +21,7 @@ _CLIPS = ("text_encoder", "text_encoder_2")
 _MLP = (("ff.net.0.proj",), "ff.net.2")
 _TEXT_MLP = (("ff_context.net.0.proj",), "ff_context.net.2")
 PIPELINE_TIMESTEPS = 1000
-"""The pipelines of FLUX, Z-Image and Qwen-Image divide timesteps by this with every scheduler."""
+"""The pipelines of FLUX, FLUX.2, Z-Image and Qwen-Image divide timesteps by this with every scheduler."""
 DISTILLED_GUIDANCE = 1.0
 """Guidance input of a guidance-distilled transformer in training: none."""
 

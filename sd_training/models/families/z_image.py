@@ -10,14 +10,12 @@ from diffusers import ZImagePipeline
 from torch import Tensor, nn
 
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.errors import ConfigError
 from sd_training.models.families.dits import PIPELINE_TIMESTEPS
-from sd_training.models.family import Family
+from sd_training.models.family import Family, chat_tokenizer
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
 LENGTH = int(inspect.signature(ZImagePipeline.__call__).parameters["max_sequence_length"].default)
 """Tokens of a caption with the words of the chat around it."""
-_PLACE = "CAPTION"
 
 
 class ZImage(Family):
@@ -38,17 +36,8 @@ class ZImage(Family):
     free_text = ("text_encoder",)
 
     def tokenizers(self) -> dict[str, Tokenizer]:
-        """As `Family.tokenizers`, each caption as a user's message, in the words of the tokenizer's chat template.
-
-        Raises:
-            ConfigError: it has none.
-        """
-        own, message = self.parts["tokenizer"], [{"role": "user", "content": _PLACE}]
-        if own.chat_template is None:
-            raise ConfigError("model.tokenizer: has no chat template, in which the pipeline puts captions")
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
-        prefix, _, suffix = own.apply_chat_template(message, **options).partition(_PLACE)
-        return {"text_encoder": Tokenizer(own, LENGTH, prefix=prefix, suffix=suffix)}
+        """As `Family.tokenizers`."""
+        return {"text_encoder": chat_tokenizer(self.parts["tokenizer"], LENGTH, enable_thinking=True)}
 
     @property
     def patch_size(self) -> int:

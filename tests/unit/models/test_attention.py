@@ -34,6 +34,7 @@ CALLS = {
     "mmdit_rope": {"heads of 8, a mask": 2},
     "sana": {"heads of 8, a mask": 2},
     "qwen_image": {"heads of 16, a mask": 2},
+    "flux2": {"heads of 16, no mask": 2},
     "z_image": {"heads of 16, no mask": 1, "heads of 16, a mask": 2},
 }
 """Per forward pass of the tiny networks."""

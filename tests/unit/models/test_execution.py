@@ -121,7 +121,7 @@ def test_graphs_breaks_and_recompilations_under_autocast(name: str, which: str, 
     assert after == [(before + graphs, breaks)] * 3 and 1 <= graphs <= len(family.blocks())
 
 
-@pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "sana", "qwen_image"])
+@pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "sana", "qwen_image", "flux2"])
 def test_the_encoder_of_the_autoencoder_is_one_graph(name: str, root: Path) -> None:
     family = load_tiny(name, root / name)
     family.vae.requires_grad_(False).eval()

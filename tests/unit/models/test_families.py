@@ -82,6 +82,9 @@ MISFITS = [
     ("qwen_image", "transformer", {"joint_attention_dim": 20}, "joint_attention_dim: is 20, but the other parts need"),
     ("qwen_image", "transformer", {"in_channels": 4}, "in_channels: is 4, but the other parts need 16"),
     ("qwen_image", "transformer", {"zero_cond_t": True}, "zero_cond_t: is True, but the other parts need False"),
+    ("flux2", "transformer", {"joint_attention_dim": 20}, "joint_attention_dim: is 20, but the other parts need 48"),
+    ("flux2", "transformer", {"in_channels": 4}, "in_channels: is 4, but the other parts need 16"),
+    ("flux2", "transformer", {"guidance_embeds": True}, "guidance_embeds: is True, but the other parts need False"),
     ("flux", "transformer", {"pooled_projection_dim": 20}, "is 20, but the other parts need 16"),
 ]
 

@@ -44,6 +44,7 @@ CASES: list[tuple[str, LoraConfig]] = [
     ("mmdit_rope", LORA),
     ("sana", LORA),
     ("qwen_image", LORA),
+    ("flux2", LORA),
     ("z_image", LORA),
 ]
 
