@@ -3,11 +3,14 @@ stopped (SIGSTOP), by turns.
 
     python scripts/quickstart.py --quick --folder build/bench
     python -m tests.bench_evaluation build/bench --turns 100
+    python -m tests.bench_evaluation build/bench --turns 100 --control
 
 Both are the commands that a user starts: train.py with the quickstart's UNet, and scripts/evaluate.py with Inception
 (random weights), which draws pictures with the first export and measures them, again and again. Printed are the ratios
 of optimizer steps per second of wall time and of the training's CPU time; a ratio is that of neighbouring turns. Wall
-time is what matters where the cores are the machine's own; a host that gives them to others as well spoils it.
+time is what matters where the cores are the machine's own; a host that gives them to others as well spoils it. With
+`--control` the other program is a loop of convolutions in torch that has nothing to do with the run: what cores of this
+machine cost each other by the caches, the memory and the clock that they share.
 """
 
 import argparse
@@ -29,6 +32,12 @@ from sd_training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_S = 10
+CONTROL = """
+import torch
+pictures, weights = torch.randn(16, 192, 35, 35), torch.randn(192, 192, 3, 3)
+while True:
+    torch.nn.functional.conv2d(pictures, weights, padding=1)
+"""
 
 
 class Reading(NamedTuple):
@@ -59,7 +68,9 @@ def read(training: "subprocess.Popen[bytes]", metrics: Path) -> Reading:
     return Reading(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), steps)
 
 
-def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    folder: Path, turns: int, turn_s: float, home: Path, is_control: bool
+) -> dict[str, list[tuple[float, float]]]:
     """`alone` and `beside` → steps per second of wall time and of CPU time, of each turn."""
     write_inception(home / "inception.safetensors")
     run, environment = home / "run", {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,7 +95,8 @@ def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, li
             shutil.copytree(run / "current_pipeline", home / "pipeline")
             # It never ends: each round draws anew into a folder of its own.
             again = 'while :; do rm -rf $0; "$@" --out $0 || exit; done'
-            command = ["taskset", "-c", "1", "sh", "-c", again, str(home / "out"), *evaluate]
+            other = [sys.executable, "-c", CONTROL] if is_control else ["sh", "-c", again, str(home / "out"), *evaluate]
+            command = ["taskset", "-c", "1", *other]
             beside = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
             time.sleep(WARM_UP_S)
             for turn in range(2 * turns):
@@ -94,7 +106,7 @@ def measure(folder: Path, turns: int, turn_s: float, home: Path) -> dict[str, li
                 time.sleep(turn_s)
                 after = read(training, run / "metrics.jsonl")
                 if beside.poll() is not None:
-                    raise UserError("scripts/evaluate.py has failed; its output is above")
+                    raise UserError("the program beside the training has failed; its output is above")
                 steps = after.steps - before.steps
                 rates[name].append((steps / (after.wall_s - before.wall_s), steps / (after.cpu_s - before.cpu_s)))
         finally:
@@ -111,9 +123,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the quickstart: its data, text side and autoencoder")
     parser.add_argument("--turns", type=int, default=50, help="of each kind")
     parser.add_argument("--turn-s", type=float, default=4.0)
+    parser.add_argument("--control", action="store_true", help="a loop of convolutions instead of the evaluation")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        rates = measure(args.folder.absolute(), args.turns, args.turn_s, Path(home))
+        rates = measure(args.folder.absolute(), args.turns, args.turn_s, Path(home), args.control)
     for kind, number in (("wall", 0), ("cpu", 1)):
         ratios = [b[number] / a[number] for a, b in zip(rates["alone"], rates["beside"], strict=True)]
         steps_per_s = {name: round(statistics.mean(rate[number] for rate in own), 3) for name, own in rates.items()}
