@@ -44,6 +44,7 @@ PRIVATE = {
     "_can_record_outputs": "transformers: parallel/strategies.py",
     "_execution_device": "diffusers: models/families/mmdit.py",
     "_unpack_latents": "diffusers: export/draw.py",  # a film's last frame: test_drawing.py
+    "_unpatchify_latents": "diffusers: export/draw.py",  # the same
     "_cdata": "torch: build/dry_run.py",
     "_devices": "torch: parallel/launch.py",
     "_dynamo": "torch: models/execution.py",
@@ -62,6 +63,8 @@ PRIVATE = {
     "_replace": "stdlib: a named tuple's, documented",
     "_current_frames": "stdlib: sys, documented",
     "_exit": "stdlib: os, documented",
+    "_run_exitfuncs": "stdlib: cli.py",  # of atexit: test_cli.py
+    "_shutdown": "stdlib: cli.py",  # of threading: test_cli.py
 }
 """Private name of a library → where it is used. One of Lightning's also has a test here."""
 
