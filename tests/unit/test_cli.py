@@ -119,7 +119,8 @@ run_cli(main)
 def test_a_process_with_a_process_group_ends_with_its_status(end: str, status: int) -> None:
     program = GROUP_ENDS.replace("END", end, 1)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (status, "at exit\n"), done.stderr
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("at exit\n")  # gloo of torch 2.10 prints as well
 
 
 def test_torchrun_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
