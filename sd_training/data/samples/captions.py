@@ -38,8 +38,9 @@ _DRAWN_ANEW = {
 """Purpose of a generator → the option that asks for it."""
 _TAG_JOINT = "||"
 """Stands between tags while replacements are made, so that they cannot touch the separators."""
-_TOKENS_CACHED = 8192
-"""Captions whose tokens each loader process remembers; class prompts and `""` come back all the time."""
+_TOKENS_CACHED = 3 * 8192
+"""Captions whose tokens each loader process remembers, for up to three text encoders; class prompts and `""` come back
+all the time."""
 _MAX_TOKENS = 100_000
 
 
@@ -240,14 +241,12 @@ class Tokenizer:
         self.length = length or int(tokenizer.model_max_length)
         if self.length > _MAX_TOKENS:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
-        self._cached: Callable[[str], Encoded] | None = None
 
     def encode(self, caption: str) -> Encoded:
         """Tokens and their mask."""
-        if self._cached is None:
-            self._cached = lru_cache(maxsize=_TOKENS_CACHED)(self._encode)
-        return self._cached(caption)
+        return self._encode(caption)
 
+    @lru_cache(maxsize=_TOKENS_CACHED)  # noqa: B019  # keeps tokenizers, which a process needs to its end
     def _encode(self, caption: str) -> Encoded:
         row = self._ids(caption, truncation=True, max_length=self.length)
         # Always padded on the right, so that a decoder's states do not depend on the tokenizer's preference.
@@ -272,6 +271,3 @@ class Tokenizer:
         texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in (tokens, *around))
         text, prefix, suffix = (" ".join(own.split()) for own in texts)
         return text.removeprefix(prefix).removesuffix(suffix).strip()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cached": None}

@@ -367,11 +367,9 @@ class TagSource(base.Source):
                     report(name, str(error))
 
         for key, record, columns in self.measured(shard, candidates(), report):
-            reason = None
             if record.aspect_ratio is None and columns["height"]:
                 record.aspect_ratio = columns["width"] / columns["height"]
-                reason = rejection_reason(record, self.rules)
-            if reason is not None:
+            if (reason := rejection_reason(record, self.rules)) is not None:
                 report(key, reason)
             else:
                 yield {**columns, "key": key, "metadata": {"score": float(record.score)}, "caption": write_tags(record)}
