@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sd_training.data.storage.files import sha256_of
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
 from sd_training.log import get_logger
 
@@ -51,7 +52,6 @@ MANIFEST_NAME = "MANIFEST.json"
 MIN_KEPT = 2
 """`rotate` always keeps this many verified checkpoints, because the newest may turn out damaged [count]."""
 _FORMAT = 1
-_CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
 _PARTIAL, DOWNLOAD = ".partial", ".download"
 """Kinds of folders that are being written: a save, or the copy of one. A `DOWNLOAD` says nothing about saves."""
@@ -528,10 +528,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 def _sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as stream:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return sha256_of(stream)
 
 
 def make_empty_folder(folder: Path) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import OLD_WORDS, RETIRED, is_below, option_of, options, place_of, shown, value_of
+from sd_training.config.fields import (
+    RETIRED,
+    is_below,
+    option_of,
+    options,
+    place_of,
+    replace_old_words,
+    shown,
+    value_of,
+)
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -105,10 +114,7 @@ def changed_options(previous: str, config: Config) -> list[Change]:
     if not isinstance(before, dict):
         return []
     now = yaml.safe_load(resolved_yaml(config))
-    for key, words in OLD_WORDS.items():
-        group, name = place_of(before, key)
-        if isinstance(group.get(name), (str, bool)):
-            group[name] = words.get(group[name], group[name])
+    replace_old_words(before)
     keys = [*RETIRED, *(key for key in options() if key != "experiment.allow_changed")]
     return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]
 

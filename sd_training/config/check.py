@@ -7,25 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sd_training.config import schema
 from sd_training.config.changes import EXPORTED
 from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_prompts
 from sd_training.config.fields import either, is_below, options, shown, value_of
 from sd_training.config.filters import parse_filters
-from sd_training.config.schema import (
-    DENOISERS,
-    FAMILY_PARTS,
-    LENGTHS,
-    OPTIONAL_PARTS,
-    SECTIONS,
-    Config,
-    ModelConfig,
-    ObjectiveConfig,
-    PartConfig,
-    family_of_parts,
-    is_set,
-    warmup_length,
-    with_preset,
-)
+from sd_training.config.schema import Config, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.config.value_types import is_url, output_path, output_problem
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
@@ -39,7 +26,7 @@ _ONLY = {"sigma_sqrt": "flow_prediction", "cosmap": "flow_prediction", "edm": "e
 def check(config: Config) -> list[str]:
     """Everything that is wrong between options, one sentence each; each starts with the option's dotted name."""
     if config.model.train == "denoiser":
-        config = config.replace(objective=with_preset(config.objective))
+        config = config.replace(objective=schema.with_preset(config.objective))
     found = list(unread(config))
     for key in ("dataset.mix", "model.text_encoders"):
         for number, entry in enumerate(value_of(config, key)):
@@ -87,10 +74,10 @@ def _parts(config: Config) -> Iterator[str]:
     model = config.model
     if model.pretrained is not None:
         return
-    family, given = family_of_parts(model), [part for part in PARTS if is_set(getattr(model, part))]
+    family, given = schema.family_of_parts(model), [part for part in PARTS if schema.is_set(getattr(model, part))]
     # `noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler.
-    needed = ("vae",) if model.train == "vae" else (*FAMILY_PARTS[family], "noise_scheduler_training")
-    known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
+    needed = ("vae",) if model.train == "vae" else (*schema.FAMILY_PARTS[family], "noise_scheduler_training")
+    known = {*schema.FAMILY_PARTS[family], *schema.OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
     if not given and model.train == "denoiser":
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
@@ -111,7 +98,7 @@ def _parts(config: Config) -> Iterator[str]:
                 if getattr(own, name):
                     yield f"{key}.{name}: is not read together with {key}.pretrained; remove it ({key}.{name}=null)"
         if part in given and part not in known and model.train == "denoiser":
-            yield f"{key}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
+            yield f"{key}: family {family} has no such part; it has {', '.join(schema.FAMILY_PARTS[family])}"
 
 
 def _unused_parts(model: ModelConfig) -> Iterator[str]:
@@ -123,10 +110,10 @@ def _unused_parts(model: ModelConfig) -> Iterator[str]:
         own: PartConfig = getattr(model, part)
         # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
         is_read, remedy = part.startswith("noise_scheduler") and own.pretrained is None, ""
-        if part in DENOISERS:
+        if part in schema.DENOISERS:
             is_read = model.from_scratch or (own.pretrained is not None and not own.params)
             remedy = "; model.from_scratch=true begins with random weights"
-        if is_set(own) and not is_read:
+        if schema.is_set(own) and not is_read:
             yield f"model.{part}: its own settings are not used, because model.pretrained is set{remedy}"
 
 
@@ -189,7 +176,7 @@ def _schedule(config: Config) -> Iterator[str]:
     """Warnings about the length of the run."""
     params, rate = config.lr_scheduler.params, config.optimizer.params.learning_rate
     least_batch = config.system.batch_size * config.system.gradient_accumulation
-    steps, warmup = _most_steps(config), warmup_length(params, least_batch)
+    steps, warmup = _most_steps(config), schema.warmup_length(params, least_batch)
     if steps is not None and warmup > steps:
         key = "warmup_length" if params.warmup_images is None else "warmup_images"
         yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
@@ -200,7 +187,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 def _length(config: Config) -> Iterator[str]:
     experiment, dataset = config.experiment, config.dataset
-    given = [f"experiment.{name}" for name in LENGTHS if getattr(experiment, name) is not None]
+    given = [f"experiment.{name}" for name in schema.LENGTHS if getattr(experiment, name) is not None]
     if not given:
         yield "experiment.num_examples_to_see: is required, or experiment.num_steps or experiment.num_epochs instead"
     elif len(given) > 1:
@@ -241,7 +228,7 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     model, keys = config.model, ["model.pretrained", "ema.path"]
     if model.single_file_config is not None:
         keys[0] = "model.single_file_config"
-    keys += [f"model.{part}.pretrained" for part in (PARTS if model.pretrained is None else DENOISERS)]
+    keys += [f"model.{part}.pretrained" for part in (PARTS if model.pretrained is None else schema.DENOISERS)]
     if model.pretrained is None:
         for number, entry in enumerate(model.text_encoders):
             named = {"pretrained": entry.pretrained, "tokenizer": entry.tokenizer}
@@ -399,7 +386,7 @@ def _saves(config: Config) -> Iterator[str]:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)
             yield f"experiment.allow_changed: {key!r} needs no permission or is unknown; those that do are {needing}"
-    for section in SECTIONS:
+    for section in schema.SECTIONS:
         limit_s = getattr(watch, f"{section}_s")
         if limit_s is not None and limit_s >= watch.collective_timeout_s:
             limits = f"{watch.collective_timeout_s:g} is not above watch.{section}_s={limit_s:g}"

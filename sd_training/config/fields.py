@@ -208,11 +208,16 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
             log.warning(f"{key}: {shown(value)} is not read any more; there is only {shown(only)} now")
         else:
             problems[key] = f"is {shown(value)}, but this option is gone: there is only {shown(only)} now; remove it"
+    replace_old_words(values)
+    return problems
+
+
+def replace_old_words(values: Any) -> None:
+    """Puts today's words in the place of those of `OLD_WORDS`."""
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)
         if isinstance(group.get(name), (str, bool)):
             group[name] = words.get(group[name], group[name])
-    return problems
 
 
 def _entries(values: Any, key: str) -> list[dict[str, Any]]:

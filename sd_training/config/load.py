@@ -17,21 +17,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
+from sd_training.config import fields
 from sd_training.config.changes import PERMISSION
 from sd_training.config.check import check, warnings
-from sd_training.config.fields import (
-    SECRETS,
-    groups,
-    is_below,
-    option_of,
-    options,
-    place_of,
-    rename_old,
-    shown,
-    suggest,
-    suggest_option,
-    suggest_value,
-)
+from sd_training.config.fields import SECRETS, groups, is_below, option_of, options, place_of, rename_old, shown
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger, note_secret
@@ -110,7 +99,7 @@ def split_words(
         elif equals and name in own:
             given.append((name, value))
         else:
-            near = suggest(name, own)
+            near = fields.suggest(name, own)
             hint = f"did you mean {near}?" if near else f"options are {', '.join(own)}, and a.b.c=value"
             problems.append(f"{word}: is no option of {program}; {hint}")
     return given, overrides, problems
@@ -289,13 +278,13 @@ def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Prob
             option = options().get(key)
             found[key] = f"is required ({option.allowed}): {option.doc}" if option else "is required"
         elif item["type"] in ("extra_forbidden", "invalid_key"):
-            near = suggest_option(key)
+            near = fields.suggest_option(key)
             found[key] = f"unknown option{where}; {f'did you mean {near}?' if near else 'see docs/config.md'}"
         elif key in groups():
             found[key] = f"is {shown(value)}{where}, but it is a group of options"
         else:
             option = option_of(key)
-            near = suggest_value(str(value), option) if isinstance(value, (str, int)) else None
+            near = fields.suggest_value(str(value), option) if isinstance(value, (str, int)) else None
             allowed = option.allowed if key == option.key else f"{option.allowed} for {option.key}"
             hint = f"; did you mean {near}?" if near else ""
             found[key] = f"is {shown(value, option.key)}{where}; allowed: {allowed}{hint}"

@@ -31,17 +31,14 @@ from sd_training.config.value_types import (
 FamilyName = Literal[
     "stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope", "sana", "z_image", "qwen_image", "flux2"
 ]
+_WITH_ONE_TEXT_ENCODER = ("vae", "text_encoder", "tokenizer", "transformer")
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
     "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
     "sd3": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
-    "pixart": ("vae", "text_encoder", "tokenizer", "transformer"),
     "flux": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
     "mmdit_rope": ("vae", "transformer"),
-    "sana": ("vae", "text_encoder", "tokenizer", "transformer"),
-    "qwen_image": ("vae", "text_encoder", "tokenizer", "transformer"),
-    "z_image": ("vae", "text_encoder", "tokenizer", "transformer"),
-    "flux2": ("vae", "text_encoder", "tokenizer", "transformer"),
+    **dict.fromkeys(("pixart", "sana", "qwen_image", "z_image", "flux2"), _WITH_ONE_TEXT_ENCODER),
 }
 """Parts that a family cannot do without."""
 DENOISERS = ("unet", "transformer")

@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -162,40 +162,34 @@ class HeldOutData:
         return result.batch
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainingData(pl.LightningDataModule):
-    """Delivers PixelBatches in the order of the run.
+    """Delivers PixelBatches in the order of the run."""
 
-    Args:
-        dataset: `dataset` of the config.
-        plan: batch arithmetic for the number of training processes, `processes` × `sharing`.
-        workers: loader processes per training process.
-        tokenizers: text encoder → tokenizer; without any, batches have no tokens.
-        draws: what is drawn per sample.
-        captions_needed: whether samples without a caption are left out.
-        run_dir: where bad samples are named; None names them nowhere.
-        validation: `validation` of the config; None: no held-out data.
-        cache: what was encoded before training, instead of images and captions; held-out data do not use it.
-        encoders: encode beside the training, with a trainer; held-out data do not use them.
-    """
+    dataset: DatasetConfig
+    """`dataset` of the config."""
+    plan: BatchPlan
+    """Batch arithmetic for the number of training processes, `processes` × `sharing`."""
+    workers: int
+    """Loader processes per training process."""
+    tokenizers: Mapping[str, Tokenizer]
+    """Text encoder → tokenizer; without any, batches have no tokens."""
+    draws: DrawSettings
+    """What is drawn per sample."""
+    captions_needed: bool = True
+    """Whether samples without a caption are left out."""
+    run_dir: Path | None
+    """Where bad samples are named; None names them nowhere."""
+    validation: InitVar[ValidationConfig | None] = None
+    """`validation` of the config; None: no held-out data."""
+    cache: LatentCache | None = None
+    """What was encoded before training, instead of images and captions; held-out data do not use it."""
+    encoders: EncoderProcesses | None = None
+    """Encode beside the training, with a trainer; held-out data do not use them."""
 
-    def __init__(
-        self,
-        *,
-        dataset: DatasetConfig,
-        plan: BatchPlan,
-        workers: int,
-        tokenizers: Mapping[str, Tokenizer],
-        draws: DrawSettings,
-        captions_needed: bool = True,
-        run_dir: Path | None,
-        validation: ValidationConfig | None = None,
-        cache: LatentCache | None = None,
-        encoders: EncoderProcesses | None = None,
-    ) -> None:
+    def __post_init__(self, validation: ValidationConfig | None) -> None:
         super().__init__()
-        self.cache, self.encoders = cache, encoders
-        self.dataset, self.plan, self.workers = dataset, plan, workers
-        self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
+        dataset = self.dataset
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
         self.is_paired = dataset.prior.path is not None
         if dataset.prior.path is not None:
@@ -204,7 +198,7 @@ class TrainingData(pl.LightningDataModule):
             params = SourceParams(path=str(output_path(dataset.prior.path)), captions=captions)
             self.entries.append(MixEntry(type="ImageFolder", params=params))
         self.table = training_sizes(dataset.params)
-        self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
+        self.bad_samples = BadSampleLog(self.run_dir, dataset.params.max_bad_fraction)
         self.held_out = HeldOutData(self, validation) if validation and validation.path is not None else None
         """What the run is measured on."""
 
@@ -344,16 +338,12 @@ class TrainingData(pl.LightningDataModule):
         """The data sets of the run, opened; the first is the main one."""
         checks = Checks()
         named = [*(f"{prefix}.params.path" for prefix, _ in data_sets(self.dataset)), "dataset.prior.path"]
-        open_one = partial(
-            _open,
-            params=self.dataset.params,
-            table=self.table,
-            batch_size=self._batch_per_dataset,
-            captions_needed=self.captions_needed,
-        )
-        made = [checks.run(partial(open_one, at, e.type, e.params)) for at, e in zip(named, self.entries, strict=False)]
+        shared, opened = (self.dataset.params, self.table, self._batch_per_dataset), list[OpenDataset | None]()
+        for option, entry in zip(named, self.entries, strict=False):
+            open_one = partial(_open, option, entry.type, entry.params, *shared, captions_needed=self.captions_needed)
+            opened.append(checks.run(open_one))
         checks.finish()
-        return [dataset for dataset in made if dataset is not None]
+        return [dataset for dataset in opened if dataset is not None]
 
     @cached_property
     def order(self) -> RunOrder:

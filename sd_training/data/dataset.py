@@ -112,9 +112,7 @@ def open_dataset(
     own_rules = source_params.tags if kind == "TagFolder" else caption_rules
     if prompts is None and captions_needed:
         captions.check_fields(caption_rules, index.fields | {captions.CAPTION})
-    selection = select(
-        index, rules, prompts, caption_rules, captions_needed=captions_needed, max_pixels=params.max_image_pixels
-    )
+    selection = select(index, rules, prompts, caption_rules if captions_needed else None, params.max_image_pixels)
     chosen = selection.selected
     limits = (source_params.max_samples, source_params.tags.limit_images if kind == "TagFolder" else None)
     if any(limit is not None and limit < len(chosen) for limit in limits):

@@ -36,7 +36,7 @@ AHEAD = 2
 """Micro-batches that a training process holds beside the one it trains on: one waits, one is being received."""
 _CONNECT_S = 600.0
 """An encoder process listens once it has imported its libraries; it loads its networks after that."""
-_EXIT_STATUS_S = 2.0
+EXIT_STATUS_S = 2.0
 """The exit status of a process is known a moment after its connections have closed."""
 _COMPARED = 100
 """Optimizer steps over which encoding and training are compared, after the first row of the metrics."""
@@ -319,13 +319,11 @@ class EncoderProcesses:
         it is a lost connection, which may as well be due to another training process."""
         if not self.processes:
             return ConnectionError(f"connection closed by encoder process {encoder}")
-        how, end_s = "has closed its connection", time.monotonic() + _EXIT_STATUS_S
-        while time.monotonic() < end_s:
-            if (status := self.processes[encoder].poll()) is not None:
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-                how += "; SIGKILL often means that the machine ran out of memory" if status == -signal.SIGKILL else ""
-                break
-            time.sleep(0.05)
+        how = "has closed its connection"
+        with suppress(subprocess.TimeoutExpired):
+            status = self.processes[encoder].wait(EXIT_STATUS_S)
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            how += "; SIGKILL often means that the machine ran out of memory" if status == -signal.SIGKILL else ""
         reason = f"distributed.encoders: encoder process {encoder} of this machine {how}"
         log.error(reason)  # the training thread may wait for other ranks, which fail first
         return EncoderError(reason)

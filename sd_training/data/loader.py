@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan
-from sd_training.data.encoded import EncoderProcesses
+from sd_training.data.encoded import EXIT_STATUS_S, EncoderProcesses
 from sd_training.data.order.order import RunOrder
 from sd_training.data.samples.sample import BLOCKS, PREFETCHED, SampleRequest, TrainingSamples, WorkerResult
 from sd_training.data.sources.base import Problems, SkippedSample, printable
@@ -146,7 +146,7 @@ class TrainingLoader:
             Exception: `error` itself, when all of them live.
             DataError: too many died.
         """
-        wait([worker.sentinel for worker in workers], _EXIT_STATUS_AFTER_S if workers else 0)
+        wait([worker.sentinel for worker in workers], EXIT_STATUS_S if workers else 0)
         code = next((worker.exitcode for worker in workers if not worker.is_alive()), None)
         if code is None:
             raise error
@@ -168,7 +168,6 @@ class TrainingLoader:
             batch_size=None,
             sampler=self.requests_from(first_micro_batch),
             pin_memory=torch.cuda.is_available(),
-            prefetch_factor=PREFETCHED if self.workers else None,
             **worker_options(self.workers),
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
@@ -280,8 +279,6 @@ _PRELOADED = [
 ]
 """Imported once by the server, so that its children start at once."""
 _CHECK_EVERY_S = 1.0
-_EXIT_STATUS_AFTER_S = 2.0
-"""The exit status of a process is known a moment after its connections have closed."""
 
 
 def worker_context() -> BaseContext:
@@ -331,7 +328,8 @@ def worker_options(workers: int) -> dict[str, Any]:
     if not workers:
         return {"num_workers": 0}
     started = partial(start_worker, dict(os.environ), os.getpid())
-    return {"num_workers": workers, "worker_init_fn": started, "multiprocessing_context": worker_context()}
+    processes = {"num_workers": workers, "prefetch_factor": PREFETCHED, "multiprocessing_context": worker_context()}
+    return {**processes, "worker_init_fn": started}
 
 
 def start_worker(environment: dict[str, str], parent: int, _: int) -> None:

@@ -177,7 +177,7 @@ class Family(ABC):
         """Text encoder → caption → tokens."""
         lengths, lower = self.text_lengths, self.has_lowercase_text
         return {
-            name: Tokenizer(self.parts[TEXT_PARTS[name]], lengths.get(name), is_lowercase=lower)
+            name: Tokenizer(self.parts[TEXT_PARTS[name]], lengths.get(name, 0), is_lowercase=lower)
             for name in self.text_encoders()
         }
 

@@ -195,12 +195,10 @@ class ParameterSharding(ABC):
         packed["state"] = {}
         self.optimizer.state.clear()  # at a rollback, the old state and the new one would not fit beside each other
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        states = ((index, p, state_of(p)) for index, p in enumerate(ordered))
-        packed["state"] = {
-            i: {k: self._local_state(p, k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
-            for i, p, state in states
-            if state
-        }
+        for index, p in enumerate(ordered):
+            if state := state_of(p):
+                own = {k: self._local_state(p, k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
+                packed["state"][index] = own
         if len(groups) == len(packed["param_groups"]):  # tensor parallelism makes more groups, which hold options only
             for group, stored in zip(packed["param_groups"], groups, strict=True):
                 group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})

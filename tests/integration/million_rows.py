@@ -49,7 +49,7 @@ def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     start = time.process_time()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
     index = load_index(MadeUp([], RemoteConfig()), index_dir, ["aesthetic", "language"])
-    selected = select(index, rules, None, CaptionConfig()).selected
+    selected = select(index, rules, None, CaptionConfig(), 10**9).selected
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
     bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
     bucket_of, _ = merge_small(bucket_of, table, 256)

@@ -117,42 +117,34 @@ class Selection:
 
 
 def select(
-    index: DatasetIndex,
-    filters: list[Filter],
-    prompts: Prompts | None,
-    captions: CaptionConfig,
-    *,
-    captions_needed: bool = True,
-    max_pixels: int | None = None,
+    index: DatasetIndex, filters: list[Filter], prompts: Prompts | None, captions: CaptionConfig | None, max_pixels: int
 ) -> Selection:
     """Selects the samples.
 
     Args:
         prompts: class id → prompts for classification data; None for captioned data.
-        captions: where captions come from; a sample with none of them is left out.
-        captions_needed: False where captions are never read: samples without one or without a class are usable.
+        captions: where captions come from; a sample with none of them is left out. None where captions are never read:
+            samples without one or without a class are usable.
         max_pixels: larger images are left out, because reading would refuse them, count them as damage and perhaps end
-            the run; None: no limit.
+            the run.
     """
     problems = Problems()
     problems.merge(index.problems)
     usable: Mask = np.ones(len(index), dtype=np.bool_)
-    if captions_needed:
+    if captions is not None:
         usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
     passed = [usable & evaluate(rule, index.columns, len(index)) for rule in filters]
     selected = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
-    if max_pixels is not None:
-        widths, heights = index.numbers("width"), index.numbers("height")
-        is_large = widths[selected].astype(np.int64) * heights[selected] > max_pixels
+    widths, heights = index.numbers("width"), index.numbers("height")
+    is_large = widths[selected].astype(np.int64) * heights[selected] > max_pixels
 
-        def too_large(sample: int) -> str:
-            size = f"{widths[sample]} × {heights[sample]}"
-            return f"image has too many pixels: {size}, at most {max_pixels} are allowed"
+    def too_large(sample: int) -> str:
+        size = f"{widths[sample]} × {heights[sample]}"
+        return f"image has too many pixels: {size}, at most {max_pixels} are allowed"
 
-        _name(index, selected[is_large], too_large, problems)
-        selected = selected[~is_large]
+    _name(index, selected[is_large], too_large, problems)
     rules = [(rule, int(mask.sum())) for rule, mask in zip(filters, passed, strict=True)]
-    return Selection(selected, int(usable.sum()), rules, problems)
+    return Selection(selected[~is_large], int(usable.sum()), rules, problems)
 
 
 def _captioned(index: DatasetIndex, captions: CaptionConfig, problems: Problems) -> Mask:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -136,14 +137,10 @@ def _build(source: Source, shard: Shard, path: Path) -> None:
 @contextmanager
 def _replaced_whole(path: Path) -> Iterator[str]:
     """A file to write that then becomes `path`. Several processes may do so at once: the last complete file stays."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(descriptor)
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, suffix=".partial") as folder:
+        temporary = os.path.join(folder, path.name)
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _content_hash(table: pa.Table) -> str:
@@ -205,4 +202,4 @@ def _sweep(folder: Path) -> None:
         for path in folder.glob(pattern):
             with suppress(OSError):  # another process was faster
                 if time.time() - path.stat().st_mtime > kept_s:
-                    path.unlink()
+                    (shutil.rmtree if path.is_dir() else os.unlink)(path)

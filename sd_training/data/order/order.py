@@ -21,6 +21,7 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -57,37 +58,34 @@ class StepSamples(NamedTuple):
     """[G] the data set of each."""
 
 
+@dataclass(eq=False)
 class RunOrder:
     """The samples of every optimizer step of a run.
-
-    Args:
-        shares: the data sets, whose `weight`, `start_step` and `end_step` decide which steps draw from them.
-        seed: of the run.
-        num_steps: length of the run.
-        orders: of the data sets, over places in `selected`.
-        selected: of each data set, [n] its selected samples as indices into its index.
-        is_paired: with two data sets of orders over half a batch: every second slot is the second one's.
 
     Raises:
         ConfigError: some step has no data set.
     """
 
-    def __init__(
-        self,
-        shares: Sequence[DatasetConfig | MixEntry],
-        seed: int,
-        num_steps: int,
-        orders: Sequence["SampleOrder"],
-        selected: Sequence[Samples],
-        *,
-        is_paired: bool = False,
-    ) -> None:
-        self.num_steps, self.orders, self.selected, self.is_paired = num_steps, orders, selected, is_paired
+    shares: Sequence[DatasetConfig | MixEntry]
+    """The data sets, whose `weight`, `start_step` and `end_step` decide which steps draw from them."""
+    seed: int
+    """Of the run."""
+    num_steps: int
+    """Length of the run."""
+    orders: Sequence["SampleOrder"]
+    """Of the data sets, over places in `selected`."""
+    selected: Sequence[Samples]
+    """Of each data set, [n] its selected samples as indices into its index."""
+    is_paired: bool = False
+    """With two data sets of orders over half a batch: every second slot is the second one's."""
+
+    def __post_init__(self) -> None:
+        shares, num_steps = self.shares, self.num_steps
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
             return  # a long run has many steps, and most have one data set
         self.dataset_of = np.zeros(num_steps, dtype=np.uint8 if len(shares) <= 256 else np.uint32)
-        places = (np.arange(num_steps) * _GOLDEN + generator(seed, "mixture", 0).random()) % 1.0
+        places = (np.arange(num_steps) * _GOLDEN + generator(self.seed, "mixture", 0).random()) % 1.0
         bounds = {0, num_steps, *(s.start_step for s in shares), *(s.end_step or num_steps for s in shares)}
         for first, end in itertools.pairwise(sorted(bound for bound in bounds if bound <= num_steps)):
             active = [i for i, s in enumerate(shares) if s.start_step <= first < (s.end_step or num_steps)]

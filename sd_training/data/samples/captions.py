@@ -9,6 +9,7 @@ captions in it), `tag_shuffle`, `tag_drop` and `tag_order` (tag folders).
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -38,8 +39,9 @@ _DRAWN_ANEW = {
 """Purpose of a generator → the option that asks for it."""
 _TAG_JOINT = "||"
 """Stands between tags while replacements are made, so that they cannot touch the separators."""
-_TOKENS_CACHED = 8192
-"""Captions whose tokens each loader process remembers; class prompts and `""` come back all the time."""
+_TOKENS_CACHED = 3 * 8192
+"""Captions whose tokens each loader process remembers, for up to three text encoders; class prompts and `""` come back
+all the time."""
 _MAX_TOKENS = 100_000
 
 
@@ -214,40 +216,32 @@ class Encoded(NamedTuple):
     """[L] false where a token is padding."""
 
 
+@dataclass(eq=False)
 class Tokenizer:
-    """Caption → fixed-length tokens, cached.
+    """Caption → fixed-length tokens, cached."""
 
-    Args:
-        tokenizer: transformers' of a text encoder. (Checks of options import this module, and transformers is slow.)
-        length: tokens per caption; longer captions are truncated. None takes the tokenizer's `model_max_length`.
-        is_lowercase: captions are lower-cased first, as some pipelines do.
-        prefix, suffix: what a pipeline puts around a caption. Their tokens count in `length`.
-        is_empty_bare: whether it does not around the empty caption.
-    """
+    tokenizer: Any
+    """transformers' of a text encoder. (Checks of options import this module, and transformers is slow.)"""
+    length: int = 0
+    """Tokens per caption; longer captions are truncated. 0 takes the tokenizer's `model_max_length`."""
+    is_lowercase: bool = False
+    """Captions are lower-cased first, as some pipelines do."""
+    prefix: str = ""
+    suffix: str = ""
+    """What a pipeline puts around a caption. Their tokens count in `length`."""
+    is_empty_bare: bool = False
+    """Whether it does not around the empty caption."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        length: int | None = None,
-        *,
-        is_lowercase: bool = False,
-        prefix: str = "",
-        suffix: str = "",
-        is_empty_bare: bool = False,
-    ) -> None:
-        self.tokenizer, self.is_lowercase, self.is_empty_bare = tokenizer, is_lowercase, is_empty_bare
-        self.prefix, self.suffix = prefix, suffix
-        self.length = length or int(tokenizer.model_max_length)
+    def __post_init__(self) -> None:
+        self.length = self.length or int(self.tokenizer.model_max_length)
         if self.length > _MAX_TOKENS:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
-        self._cached: Callable[[str], Encoded] | None = None
 
     def encode(self, caption: str) -> Encoded:
         """Tokens and their mask."""
-        if self._cached is None:
-            self._cached = lru_cache(maxsize=_TOKENS_CACHED)(self._encode)
-        return self._cached(caption)
+        return self._encode(caption)
 
+    @lru_cache(maxsize=_TOKENS_CACHED)  # noqa: B019  # keeps tokenizers, which a process needs to its end
     def _encode(self, caption: str) -> Encoded:
         row = self._ids(caption, truncation=True, max_length=self.length)
         # Always padded on the right, so that a decoder's states do not depend on the tokenizer's preference.
@@ -272,6 +266,3 @@ class Tokenizer:
         texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in (tokens, *around))
         text, prefix, suffix = (" ".join(own.split()) for own in texts)
         return text.removeprefix(prefix).removesuffix(suffix).strip()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cached": None}

@@ -44,16 +44,18 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
 
-def pick_columns(
-    table: str, names: Sequence[str], image_names: Sequence[str], image: str | None, caption: str | None
-) -> tuple[str, str]:
+Columns = tuple[str | None, str | None]
+"""Image and caption column that the user named; None looks for usual names."""
+
+
+def pick_columns(table: str, names: Sequence[str], image_names: Sequence[str], wanted: Columns) -> tuple[str, str]:
     """The image column and the caption column.
 
     Args:
         table: what a message calls the table.
         names: its columns.
         image_names: usual names of the image column, the most likely one first; case does not matter.
-        image, caption: the columns that the user named; None looks for the usual names.
+        wanted: what the user named.
 
     Raises:
         ConfigError: a column is missing, the table's columns are named; or both are the same.
@@ -67,7 +69,7 @@ def pick_columns(
             raise ConfigError(f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}")
         return found
 
-    picked = one("image_column", image, image_names), one("caption_column", caption, _CAPTION_COLUMNS)
+    picked = one("image_column", wanted[0], image_names), one("caption_column", wanted[1], _CAPTION_COLUMNS)
     if picked[0] == picked[1]:
         raise ConfigError(f"dataset.params.caption_column: {picked[0]!r} is the image column of {table} already")
     return picked
@@ -83,24 +85,18 @@ class ArrowSource(base.Source):
     Args:
         paths: Parquet files; or, with `saved`, what `saved_files` takes.
         access: how remote files are read, and where row groups are unpacked.
-        image_column: None looks for usual names.
-        caption_column: likewise.
+        wanted: columns.
         saved: whether the paths are data sets of the `datasets` library.
     """
 
     shard_noun = "file"
 
     def __init__(
-        self,
-        paths: Sequence[str],
-        access: RemoteConfig,
-        image_column: str | None = None,
-        caption_column: str | None = None,
-        saved: bool = False,
+        self, paths: Sequence[str], access: RemoteConfig, wanted: Columns = (None, None), saved: bool = False
     ) -> None:
         super().__init__(paths, access)
-        self.saved, self.wanted = saved, (image_column, caption_column)
-        self.identity = json.dumps(["huggingface" if saved else "parquet", *self.wanted])
+        self.saved, self.wanted = saved, wanted
+        self.identity = json.dumps(["huggingface" if saved else "parquet", *wanted])
         self.columns = ("at:image_offset",) if saved else ("at:image_offset", "at:group", "block")
 
     def shards(self) -> list[Shard]:
@@ -117,7 +113,7 @@ class ArrowSource(base.Source):
         location, folder = shown(shard.location), self.image_root(shard)
         number, unpacked, last_group = 0, 0, None
         with _opened(shard, self.access, self.saved) as table:
-            image, caption = pick_columns(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
+            image, caption = pick_columns(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, self.wanted)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
             if not _holds_texts(table.schema.field(caption).type):
                 raise ConfigError(
@@ -161,7 +157,7 @@ class ArrowSource(base.Source):
             """In the order in which the index counted their bytes. A generator, so that a full disk where they are
             written is not reported as damage of the table."""
             with _opened(shard, self.access, self.saved, group) as table:
-                image, _ = pick_columns(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
+                image, _ = pick_columns(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, self.wanted)
                 for _, batch in table.batches([image]):
                     cells = _image_cells(name, image, batch[image])
                     yield from (content for content, _ in cells if content is not None)
@@ -171,7 +167,7 @@ class ArrowSource(base.Source):
                 output.writelines(contents())
 
         key = json.dumps(["parquet", *shard, group, *self.wanted])
-        return ShardCache(self.access).open(key, produce, lambda path: ByteFile(path, f"{name} row group {group}"))
+        return ShardCache(self.access).open(key, produce, f"{name} row group {group}")
 
 
 class _Table(NamedTuple):

@@ -46,11 +46,11 @@ def make_source(kind: SourceType, params: SourceParams, access: RemoteConfig) ->
         paths = [_folder(kind, path) for path in paths]
     match kind:
         case "Parquet":
-            return ArrowSource(expand_shards(paths, access, extensions=(".parquet",)), access, *columns)
+            return ArrowSource(expand_shards(paths, access, extensions=(".parquet",)), access, columns)
         case "HuggingFace":
-            return ArrowSource(paths, access, *columns, saved=True)
+            return ArrowSource(paths, access, columns, saved=True)
         case "Table":
-            return TableSource(expand_shards(paths, access, extensions=TABLE_EXTENSIONS), access, *columns)
+            return TableSource(expand_shards(paths, access, extensions=TABLE_EXTENSIONS), access, columns)
         case "ImageFolder":
             return FolderSource(paths)
         case "TagFolder":

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from sd_training.config.data_schema import RemoteConfig, TagConfig
 from sd_training.data.samples.captions import with_score_tag
 from sd_training.data.sources import base
-from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, pick_columns
+from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
 from sd_training.data.sources.base import Report, Row, Shard, read_scalars
 from sd_training.data.storage.files import entries_of, folders_below, open_bytes, shown
 from sd_training.errors import BadSample, ConfigError, DataError
@@ -150,29 +150,21 @@ class TableSource(base.Source):
     Args:
         paths: tables: absolute paths and URLs.
         access: how remote files are read.
-        image_column: the one with paths; None looks for usual names.
-        caption_column: likewise.
+        wanted: columns; that of the image has paths.
     """
 
     shard_noun = "table"
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        access: RemoteConfig,
-        image_column: str | None = None,
-        caption_column: str | None = None,
-    ) -> None:
+    def __init__(self, paths: Sequence[str], access: RemoteConfig, wanted: Columns = (None, None)) -> None:
         super().__init__(paths, access)
-        self.wanted = (image_column, caption_column)
-        self.identity = json.dumps(["table with paths by ..", *self.wanted])
+        self.wanted, self.identity = wanted, json.dumps(["table with paths by ..", *wanted])
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `Source.rows`."""
         name, root, seen = shown(shard.location), self.image_root(shard), set[str]()
         with closing(open_bytes(shard.location, self.access)) as file:
             names, rows = _read_table(name, file.stream)
-            image, caption = pick_columns(name, names, PATH_COLUMNS + IMAGE_COLUMNS, *self.wanted)
+            image, caption = pick_columns(name, names, PATH_COLUMNS + IMAGE_COLUMNS, self.wanted)
 
             def with_image() -> Iterator[tuple[str, Mapping[str, Any], str]]:
                 number = 0
@@ -375,11 +367,9 @@ class TagSource(base.Source):
                     report(name, str(error))
 
         for key, record, columns in self.measured(shard, candidates(), report):
-            reason = None
             if record.aspect_ratio is None and columns["height"]:
                 record.aspect_ratio = columns["width"] / columns["height"]
-                reason = rejection_reason(record, self.rules)
-            if reason is not None:
+            if (reason := rejection_reason(record, self.rules)) is not None:
                 report(key, reason)
             else:
                 yield {**columns, "key": key, "metadata": {"score": float(record.score)}, "caption": write_tags(record)}

@@ -47,6 +47,7 @@ FIRST_WAIT_S = 0.2
 """Wait after the first failure of a request; every further one is twice as long."""
 LONGEST_WAIT_S = 20.0
 _CHUNK_BYTES = 1 << 20
+_HASHED_AT_ONCE = 1 << 22
 _STATES_AT_ONCE = 16
 _SHELL = ("bash", "-o", "pipefail", "-c")
 """Without pipefail `aws s3 cp … - | zcat` succeeds when the first command fails (webdataset issue 411)."""
@@ -218,7 +219,8 @@ def file_state(location: str, access: RemoteConfig) -> FileState:
         ConfigError: its protocol is unknown.
     """
     if location.startswith(PIPE):
-        return _piped(location, access, lambda path: _output_state(location, path))
+        with closing(_piped(location, access)) as output:
+            return FileState(location, output.size, sha256_of(output.stream))
     if is_remote(location):
         return remote_state(location, access)
     with closing(ByteFile(local_path(location), location)) as local:
@@ -245,15 +247,11 @@ def open_bytes(file: str | FileState, access: RemoteConfig) -> ByteFile:
     state = file if isinstance(file, FileState) else None
     location = file if isinstance(file, str) else file.location
     if location.startswith(PIPE):
-        return _piped(location, access, lambda path: ByteFile(path, location), state)
+        return _piped(location, access, state)
     if is_remote(location):
         remote = state or remote_state(location, access)
-        return ShardCache(access).open(
-            "\n".join((location, str(remote.size), remote.version)),
-            lambda path: download(remote, access, path),
-            lambda path: ByteFile(path, location),
-            remote.size,
-        )
+        key = "\n".join((location, str(remote.size), remote.version))
+        return ShardCache(access).open(key, lambda path: download(remote, access, path), location, remote.size)
     opened = ByteFile(local_path(location), location)
     if state is not None and (opened.size, opened.version) != (state.size, state.version):
         opened.close()
@@ -261,7 +259,7 @@ def open_bytes(file: str | FileState, access: RemoteConfig) -> ByteFile:
     return opened
 
 
-def _piped(location: str, access: RemoteConfig, opener: Callable[[Path], T], state: FileState | None = None) -> T:
+def _piped(location: str, access: RemoteConfig, state: FileState | None = None) -> ByteFile:
     """The output of a command, which runs unless its output is cached.
 
     Raises:
@@ -275,16 +273,19 @@ def _piped(location: str, access: RemoteConfig, opener: Callable[[Path], T], sta
         if done.returncode:
             last_line = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
             raise DataError(f"'{shown(location)}' failed with exit status {done.returncode}: {last_line}")
-        if state is not None and _output_state(location, path) != state:
-            raise has_changed(location)
+        with path.open("rb") as output:
+            if state is not None and sha256_of(output) != state.version:
+                raise has_changed(location)
 
-    return ShardCache(access).open(location, run, opener, None if state is None else state.size)
+    return ShardCache(access).open(location, run, location, None if state is None else state.size)
 
 
-def _output_state(location: str, path: Path) -> FileState:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileState(location, file.tell(), digest)
+def sha256_of(stream: Any) -> str:
+    """Hexadecimal digest of a file from its beginning, or from where it was read to."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_HASHED_AT_ONCE))
+    while count := stream.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def list_folder(folder: str, access: RemoteConfig) -> tuple[list[str], list[str]]:
@@ -417,16 +418,14 @@ class ShardCache:
         self.folder = output_path(access.cache_dir) if access.cache_dir else cache_folder("shards")
         self.max_bytes = int(access.cache_gib * GIB)
 
-    def open(
-        self, key: str, produce: Callable[[Path], None], opener: Callable[[Path], T], size: int | None = None
-    ) -> T:
-        """What `opener` returns for the file of a key, made when it is not there; called again when another process
-        that needs room deletes the file in between.
+    def open(self, key: str, produce: Callable[[Path], None], name: str, size: int | None = None) -> ByteFile:
+        """The file of a key, made when it is not there, and again when another process that needs room deletes it in
+        between.
 
         Args:
             key: any text; the same text must always mean the same bytes.
             produce: writes the file to the path it is given. Called by one process at a time.
-            opener: opens the file.
+            name: of the file, in messages.
             size: of the file, when it is known [bytes]. Room is then made beforehand; a file of another size is an
                 error, and one that is in the cache is made anew.
 
@@ -444,8 +443,8 @@ class ShardCache:
                     for _ in range(_REOPENED):
                         if not _found(path, size):
                             self._make(path, Path(stem + _PARTIAL), produce, size)
-                        with suppress(FileNotFoundError, FileMissing):
-                            return opener(path)
+                        with suppress(FileMissing):
+                            return ByteFile(path, name)
                 finally:  # a process forked meanwhile has a copy of the descriptor: closing ours would not unlock
                     fcntl.flock(lock, fcntl.LOCK_UN)
         except OSError as error:

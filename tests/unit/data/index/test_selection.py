@@ -22,13 +22,14 @@ def selected(
     filters: dict[str, str | int | float] | None = None,
     prompts: Prompts | None = None,
     captions: CaptionConfig = OWN,
-    **options: Any,
+    captions_needed: bool = True,
+    max_pixels: int = 10**9,
 ) -> Selection:
     rules, problems = parse_filters(filters)
     assert not problems
     fields = set().union(caption_weights(captions), *(rule.fields() for rule in rules)) - {CAPTION}
     index = tar_index(sorted(path.glob("*.tar")), sorted(fields))
-    return select(index, rules, prompts, captions, **options)
+    return select(index, rules, prompts, captions if captions_needed else None, max_pixels)
 
 
 def described(path: Path, *metadata: dict[str, Any], caption: str = "own") -> Path:

@@ -52,8 +52,8 @@ def access(tmp_path: Path) -> RemoteConfig:
 
 
 def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns: str) -> tuple[DatasetIndex, Any]:
-    names = {"image_column": None, "caption_column": None, **columns}
-    source = ArrowSource(list(map(str, files)), access(tmp_path), **names)  # type: ignore[arg-type]
+    wanted = (columns.get("image_column"), columns.get("caption_column"))
+    source = ArrowSource(list(map(str, files)), access(tmp_path), wanted)
     index = load_index(source, tmp_path / "index", fields)
     return index, IndexedReader(index, source)
 

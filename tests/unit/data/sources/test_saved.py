@@ -27,7 +27,8 @@ def cells(images: Sequence[bytes | None]) -> list[dict[str, Any] | None]:
 
 
 def index_of(folder: Path, fields: Sequence[str] = (), **columns: str) -> DatasetIndex:
-    return load_index(ArrowSource([str(folder)], ACCESS, **columns, saved=True), folder.parent / "index", fields)
+    wanted = (columns.get("image_column"), columns.get("caption_column"))
+    return load_index(ArrowSource([str(folder)], ACCESS, wanted, saved=True), folder.parent / "index", fields)
 
 
 def image_and_caption(index: DatasetIndex, sample: int) -> tuple[bytes, list[str]]:

@@ -46,7 +46,7 @@ def read_all(reader: IndexedReader, count: int) -> list[tuple[bytes, str]]:
 def survivors(index: DatasetIndex, filters: dict[str, str]) -> list[int]:
     rules, problems = parse_filters(filters)
     assert problems == []
-    return [int(sample) for sample in select(index, rules, None, CaptionConfig()).selected]
+    return [int(sample) for sample in select(index, rules, None, CaptionConfig(), 10**9).selected]
 
 
 @every_source

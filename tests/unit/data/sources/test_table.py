@@ -36,7 +36,8 @@ def images(tmp_path: Path) -> Path:
 
 
 def index_of(table: Path, fields: Sequence[str] = (), **columns: str) -> DatasetIndex:
-    return load_index(TableSource([str(table)], ACCESS, **columns), table.parent / "index", fields)
+    wanted = (columns.get("image_column"), columns.get("caption_column"))
+    return load_index(TableSource([str(table)], ACCESS, wanted), table.parent / "index", fields)
 
 
 def keys(index: DatasetIndex) -> list[str]:
@@ -109,7 +110,7 @@ def test_columns_by_name(images: Path) -> None:
     table = write(images, "t.tsv", "path\tcaption\tsmall\talt", "gone.jpg\tx\t1.jpg\ty")
     index = index_of(table, ["caption"], image_column="small", caption_column="alt")
     assert keys(index) == ["1.jpg"] and index.metadata_text("caption", 0) == "x"
-    assert TableSource([str(table)], ACCESS).identity != TableSource([str(table)], ACCESS, "small").identity
+    assert TableSource([str(table)], ACCESS).identity != TableSource([str(table)], ACCESS, ("small", None)).identity
     with pytest.raises(ConfigError, match=r"dataset\.params\.caption_column: .* no column 'words'; it has path, cap"):
         index_of(table, caption_column="words")
 

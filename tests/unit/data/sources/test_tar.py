@@ -18,7 +18,7 @@ KEYS = ["000000", "000001", "000002"]
 
 def captions(shard: Path) -> list[str]:
     index = tar_index([shard])
-    selection = select(index, [], None, CaptionConfig())
+    selection = select(index, [], None, CaptionConfig(), 10**9)
     reader = IndexedReader(index, TarSource([str(shard)], ACCESS))
     return [reader.caption(int(sample)) for sample in selection.selected]
 
@@ -55,7 +55,7 @@ def test_words_of_truth_in_any_case(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["nsfw"])
     for wanted, expected in {False: [0, 2], True: [1]}.items():
         rules, _ = parse_filters({"nsfw": wanted})
-        assert select(index, rules, None, CaptionConfig()).selected.tolist() == expected
+        assert select(index, rules, None, CaptionConfig(), 10**9).selected.tolist() == expected
 
 
 def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["id"])
     for written, expected in {first: [0], first + 1: [1, 2], f"!={first}": [1, 2, 3], f">={first}": [0, 1, 2]}.items():
         rules, _ = parse_filters({"id": written})
-        assert select(index, rules, None, CaptionConfig()).selected.tolist() == expected, written
+        assert select(index, rules, None, CaptionConfig(), 10**9).selected.tolist() == expected, written

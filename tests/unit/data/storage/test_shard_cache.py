@@ -3,12 +3,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from sd_training.config.data_schema import RemoteConfig
-from sd_training.data.storage.files import GIB, FileMissing, ShardCache
+from sd_training.data.storage import files as files_module
+from sd_training.data.storage.files import GIB, ByteFile, FileMissing, ShardCache
 from sd_training.errors import DataError
 
 KIB = 1024 / GIB
@@ -28,7 +30,8 @@ def refusing(path: Path) -> None:
 
 def get(cache: ShardCache, key: str, produce: Callable[[Path], None], size: int | None = None) -> Path:
     """The path of a file, which may be deleted at any time."""
-    return cache.open(key, produce, lambda path: path, size)
+    with closing(cache.open(key, produce, key, size)) as opened:
+        return Path(opened.stream.name)
 
 
 def files(folder: Path) -> list[str]:
@@ -103,7 +106,7 @@ def test_a_missing_source_is_named_at_once(tmp_path: Path) -> None:
         raise FileMissing("the shard is not allowed")
 
     with pytest.raises(FileMissing, match="not allowed"):
-        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", fail, Path.read_bytes)
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", fail, "name")
     assert len(tries) == 1
 
 
@@ -238,8 +241,8 @@ def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
         cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=20 * KIB))
         for number in range(25):
             key = str((seed * 7 + number * number) % 12)
-            opened = cache.open(key, writing(4000, key[-1].encode()), lambda path: path.open("rb"), 4000)
-            assert opened.read() == key[-1].encode() * 4000
+            opened = cache.open(key, writing(4000, key[-1].encode()), key, 4000)
+            assert opened.pread(4000, 0) == key[-1].encode() * 4000
 
     processes = [FORK.Process(target=use, args=(seed,)) for seed in range(4)]
     for process in processes:
@@ -252,23 +255,25 @@ def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
     assert set(files(tmp_path)) == {".data"}
 
 
-def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
+def test_open_gets_a_deleted_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, tries = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), []
 
-    def opener(path: Path) -> bytes:
+    def opened(path: Path, name: str) -> ByteFile:
         tries.append(path)
         if len(tries) == 1:
             path.unlink()  # as another process that needs room does
-        return path.read_bytes()
+        return ByteFile(path, name)
 
-    assert cache.open("key", writing(4), opener) == b"xxxx"
+    monkeypatch.setattr(files_module, "ByteFile", opened)
+    assert cache.open("key", writing(4), "name").pread(4, 0) == b"xxxx"
     assert len(tries) == 2
 
 
-def test_a_file_that_is_deleted_again_and_again(tmp_path: Path) -> None:
-    def opener(path: Path) -> bytes:
+def test_a_file_that_is_deleted_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, name: str) -> ByteFile:
         path.unlink()
-        return path.read_bytes()
+        return ByteFile(path, name)
 
+    monkeypatch.setattr(files_module, "ByteFile", opened)
     with pytest.raises(DataError, match=r"too small: raise dataset\.params\.remote\.cache_gib"):
-        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", writing(4), opener)
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", writing(4), "name")
