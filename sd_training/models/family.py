@@ -88,6 +88,8 @@ class Family(ABC):
     """Setting of the denoiser for the width of the text states."""
     has_lowercase_text: ClassVar[bool] = False
     """Whether the pipeline writes captions in small letters."""
+    has_text_mask: ClassVar[bool] = False
+    """Whether the denoiser gets a mask of the padding with its text states."""
     has_size_numbers: ClassVar[bool] = False
     """Whether the denoiser gets original size and crop of the picture (SDXL)."""
     has_zero_text: ClassVar[bool] = False
@@ -259,14 +261,15 @@ class Family(ABC):
             mask: [B, L] bool, false where a token only fills up.
         """
 
-    @abstractmethod
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
-        """Puts the outputs of all text encoders together.
+        """Puts the outputs of all text encoders together; here of a single one, whose states are all that is read.
 
         Args:
             texts: by the encoder's name.
             batch: its masks, sizes, and which conditioners are dropped; not its tokens.
         """
+        mask = batch.token_masks["text_encoder"] if self.has_text_mask else None
+        return Conditioning([texts["text_encoder"].states], [mask])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """[B, C, h, w] the denoiser's output, in the prediction type of the objective."""
@@ -282,13 +285,15 @@ class Family(ABC):
         options = {**self.pipeline_options, **self.settings, **self.parts}
         return self.pipeline_class(**options, scheduler=self.schedulers.sampler)
 
-    @abstractmethod
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """Tokens L and width D of each sequence that `encode` makes, and width of the pooled vector (0: none)."""
+        """Tokens L and width D of each sequence that `encode` makes, and width of the pooled vector (0: none); here of
+        the states of a single text encoder."""
+        width = self.parts["text_encoder"].config.get_text_config().hidden_size
+        return [(self.tokenizers()["text_encoder"].length, width)], 0
 
     def has_masks(self) -> list[bool]:
         """Whether the denoiser gets a mask of the padding with each sequence of `text_shapes`."""
-        return [False] * len(self.text_shapes()[0])
+        return [self.has_text_mask] * len(self.text_shapes()[0])
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
         """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs, memory and kernels."""

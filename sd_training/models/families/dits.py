@@ -82,7 +82,7 @@ class PixArtSigma(Family):
     predictions = ("epsilon", "v_prediction", "sample", "edm")
     text_width = "caption_channels"
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": 300}
-    has_lowercase_text = True
+    has_lowercase_text = has_text_mask = True
     tensor_attention = ("attn1", "attn2")
     tensor_mlps = (_MLP,)
     classes: ClassVar[Mapping[str, str]] = {
@@ -96,10 +96,6 @@ class PixArtSigma(Family):
         """As `PixArtSigmaPipeline.encode_prompt`."""
         return TextOutput(self.parts[name](tokens, attention_mask=mask)[0])
 
-    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
-        """As `Family.condition`."""
-        return Conditioning([texts["text_encoder"].states], [batch.token_masks["text_encoder"]])
-
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""
         return super().predict(denoiser, noised, conditioning)[:, : noised.noised_latents.shape[1]]
@@ -108,14 +104,6 @@ class PixArtSigma(Family):
         """As `Family.inputs`."""
         no_sizes = {"resolution": None, "aspect_ratio": None}
         return {"encoder_attention_mask": conditioning.masks[0], "added_cond_kwargs": no_sizes}
-
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(self.text_lengths["text_encoder"], self.parts["text_encoder"].config.hidden_size)], 0
-
-    def has_masks(self) -> list[bool]:
-        """As `Family.has_masks`."""
-        return [True]
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`. Learned variance doubles the output; the sizes of PixArt-α are not given."""

@@ -14,7 +14,7 @@ from sd_training.data.samples.captions import Tokenizer
 from sd_training.models.families.dits import PIPELINE_TIMESTEPS
 from sd_training.models.family import Family, Index, chat_tokenizer
 from sd_training.models.mmdit_rope import from_patches, to_patches
-from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
+from sd_training.types import Conditioning, NoisedBatch, TextOutput
 
 _CALL = inspect.signature(Flux2KleinPipeline.__call__).parameters
 LENGTH = int(_CALL["max_sequence_length"].default)
@@ -58,10 +58,6 @@ class Flux2Klein(Family):
         options = {"output_hidden_states": True, "use_cache": False}
         states = self.text_network(name)(tokens, attention_mask=mask, **options).hidden_states
         return TextOutput(torch.cat([states[layer] for layer in LAYERS], dim=-1))
-
-    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
-        """As `Family.condition`."""
-        return Conditioning([texts["text_encoder"].states])
 
     def scaled(self, latents: Tensor) -> Tensor:
         """As `Family.scaled`, by the statistics that the autoencoder has for each channel of a token."""

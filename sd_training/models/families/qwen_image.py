@@ -32,6 +32,7 @@ class QwenImage(Family):
     block_classes = ("QwenImageTransformerBlock",)
     sets_noise_levels = True
     tile_setting = "tile_sample_min_height"
+    has_text_mask = True
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderKLQwenImage",
         "text_encoder": "Qwen2_5_VLForConditionalGeneration",
@@ -87,10 +88,6 @@ class QwenImage(Family):
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
         return [(LENGTH, self.parts["text_encoder"].config.get_text_config().hidden_size)], 0
-
-    def has_masks(self) -> list[bool]:
-        """As `Family.has_masks`."""
-        return [True]
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`; tokens go in whole, and their cells come out. Models that edit have pipelines of

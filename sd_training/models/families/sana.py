@@ -4,6 +4,7 @@ and has no posterior, and captions behind an instruction to a decoder (section 2
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ class Sana(Family):
     block_classes = ("SanaTransformerBlock",)
     text_width = "caption_channels"
     tile_setting = "tile_sample_min_height"
+    has_text_mask = True
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderDC",
         "text_encoder": "Gemma2Model",
@@ -56,22 +58,17 @@ class Sana(Family):
         return Conditioning([texts["text_encoder"].states], [behind_instruction(batch.token_masks["text_encoder"])])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """As `Family.predict`."""
-        answer: Tensor = denoiser(
-            noised.noised_latents,
-            encoder_hidden_states=conditioning.states[0],
-            encoder_attention_mask=conditioning.masks[0],
-            timestep=noised.timesteps * self.denoiser.config.timestep_scale,
-        ).sample
-        return answer
+        """As `Family.predict`, with the transformer's scale of time."""
+        times = noised.timesteps * self.denoiser.config.timestep_scale
+        return super().predict(denoiser, replace(noised, timesteps=times), conditioning)
+
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """As `Family.inputs`."""
+        return {"encoder_attention_mask": conditioning.masks[0]}
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
         return [(LENGTH, self.parts["text_encoder"].config.hidden_size)], 0
-
-    def has_masks(self) -> list[bool]:
-        """As `Family.has_masks`."""
-        return [True]
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`. Captions are projected to the width of the image tokens; a distilled model,

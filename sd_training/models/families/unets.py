@@ -40,14 +40,6 @@ class StableDiffusion(Family):
         is_masked = encoder.config.to_dict().get("use_attention_mask")  # a setting that only this pipeline reads
         return TextOutput(encoder(tokens, attention_mask=mask.long() if is_masked else None).last_hidden_state)
 
-    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
-        """As `Family.condition`."""
-        return Conditioning([texts["text_encoder"].states])
-
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(self.tokenizers()["text_encoder"].length, self.parts["text_encoder"].config.hidden_size)], 0
-
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
         problems = super().fit_problems()

@@ -65,10 +65,6 @@ class ZImage(Family):
             self.denoiser.rope_embedder.freqs_cis = None
         return -torch.stack(answer)[:, :, 0]
 
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(LENGTH, self.parts["text_encoder"].config.hidden_size)], 0
-
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`. Conditioning on images has another pipeline."""
         return {**super().needed_settings(), "siglip_feat_dim": None}
