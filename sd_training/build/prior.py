@@ -121,15 +121,11 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
     pipeline, was_training = trained.family.pipeline(), module.network.training
     prompts, numbers = config.dataset.prior.prompts, [int(name[6:12]) for name in names]
     captions = [prompts[number % len(prompts)] for number in numbers]
+    seeds = [config.sampling.seed + number for number in numbers]
     pipeline.to(device)
     module.network.eval()  # dropout would draw from the global generator
     with torch.no_grad(), autocast(device, plan.precision), torch.compiler.set_stance("force_eager"):
-        images = draw_images(
-            pipeline,
-            captions,
-            [config.sampling.seed + number for number in numbers],
-            **drawing_options(config),
-        )
+        images = draw_images(pipeline, captions, seeds, **drawing_options(config))
         drawn = zip(names, captions, images, strict=True)
         for name, caption, image in tqdm(drawn, "class images", len(names), disable=not is_main_process()):
             if len(prompts) > 1:

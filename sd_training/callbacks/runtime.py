@@ -68,9 +68,12 @@ class Runtime(OptimizerStepCallback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """What follows is the end of pending saves and of the loggers."""
         self.watch.enter("save", trainer.global_step)
-        self.on_exception()
+        self._enable_collector()
 
     def on_exception(self, *_: Any) -> None:
         """The collector is as before."""
+        self._enable_collector()
+
+    def _enable_collector(self) -> None:
         if self._was_enabled:
             gc.enable()

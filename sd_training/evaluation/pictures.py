@@ -139,13 +139,9 @@ class DrawnSet:
             return
         pipeline = self.weights.load().to(device)
         precision = self.config.model.mixed_precision if device.type == "cuda" else "no"
+        prompts, seeds = [self.prompts[i] for i in numbers], [sampling.seed + i for i in numbers]
         with torch.no_grad(), autocast(device, precision):
-            images = draw_images(
-                pipeline,
-                [self.prompts[i] for i in numbers],
-                [sampling.seed + i for i in numbers],
-                **drawing_options(self.config),
-            )
+            images = draw_images(pipeline, prompts, seeds, **drawing_options(self.config))
             title = f"step {self.weights.step}, {self.weights.name} weights"
             shown = tqdm(images, title, len(numbers), unit="images", disable=rank > 0)
             try:

@@ -30,6 +30,7 @@ class QwenImage(TokenFamily):
     block_classes = ("QwenImageTransformerBlock",)
     tile_setting = "tile_sample_min_height"
     has_text_mask = True
+    num_text_tokens = LENGTH
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderKLQwenImage",
         "text_encoder": "Qwen2_5_VLForConditionalGeneration",
@@ -73,10 +74,6 @@ class QwenImage(TokenFamily):
         """As `TokenFamily.token_inputs`."""
         shapes = [[(1, rows, columns)]] * len(latents)
         return {"encoder_hidden_states_mask": conditioning.masks[0], "img_shapes": shapes}
-
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(LENGTH, self.parts["text_encoder"].config.get_text_config().hidden_size)], 0
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`; tokens go in whole, and their cells come out. Models that edit have pipelines of
