@@ -32,7 +32,7 @@ import webdataset
 from PIL import Image
 
 from scripts.index_dataset import load_data_config
-from sd_training.cli import run_cli
+from sd_training.cli import check_counts, run_cli
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
@@ -183,9 +183,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if not re.fullmatch("[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", arguments.size):
         raise ConfigError(f"--size: is {arguments.size!r}; write width x height in pixels, such as 640x427")
-    for name in ("resolution", "samples", "batch", "turns", "batches"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}: is {getattr(arguments, name)}; give 1 or more")
+    check_counts(arguments, "resolution", "samples", "batch", "turns", "batches")
     if arguments.workers < 0:
         raise ConfigError(f"--workers: is {arguments.workers}; give 0 or more")
     return arguments

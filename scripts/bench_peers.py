@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from sd_training.cli import run_cli
+from sd_training.cli import check_counts, run_cli
 from sd_training.errors import ConfigError, DataError
 
 _PACKAGES = ("accelerate", "datasets", "torchvision")
@@ -260,9 +260,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=12, help="turns of each program")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="options of this trainer")
     arguments = parser.parse_intermixed_args(argv)
-    for name in ("resolution", "batch", "workers", "steps", "turns"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}: is {getattr(arguments, name)}; give 1 or more")
+    check_counts(arguments, "resolution", "batch", "workers", "steps", "turns")
     if not arguments.diffusers_script.is_file():
         raise ConfigError(
             f"--diffusers-script: {arguments.diffusers_script} is no file; it is in diffusers' repository"

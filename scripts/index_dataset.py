@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cli import run_cli
+from sd_training.cli import check_counts, run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
@@ -43,8 +43,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, help="say also what a run of so many images draws from it")
     parser.add_argument("--processes", type=int, default=1, help="training processes of that run")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.processes < 1:
-        raise ConfigError(f"--processes: is {arguments.processes}; give 1 or more")
+    check_counts(arguments, "processes")
     return arguments
 
 

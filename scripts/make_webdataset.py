@@ -34,7 +34,7 @@ from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
-from sd_training.cli import run_cli
+from sd_training.cli import check_counts, run_cli
 from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceType
 from sd_training.config.filters import Filter, parse_filters
 from sd_training.config.plan import counted
@@ -202,10 +202,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resize", type=int, metavar="N", help="shrink the short side to N pixels where it is longer")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="fixed random order (Parquet: by row groups)")
     args = parser.parse_args(argv)
-    numbers = {"--samples-per-shard": args.samples_per_shard, "--workers": args.workers, "--resize": args.resize}
     args.rules = parse_rules(args.filter)
-    if small := [f"{name}: {n} must be 1 or more" for name, n in numbers.items() if n is not None and n < 1]:
-        raise ConfigError(small)
+    check_counts(args, "samples_per_shard", "workers", "resize")
     return args
 
 

@@ -35,7 +35,7 @@ from sd_training.cli import run_cli
 from sd_training.config.schema import PartConfig
 from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import CURRENT, export_pipeline, load_pipeline
+from sd_training.export.pipeline import CURRENT, export_pipeline, load_pipeline, trained_parts
 from sd_training.models.load import load_part
 
 LARGE_RESIDUAL = 0.02
@@ -148,8 +148,6 @@ def reconstruct(known: Sequence[Profile], wanted: Profile) -> Reconstruction:
 
 _NEGLIGIBLE = 1e-10
 """Snapshots with a smaller weight are not read: the weights sum to 1."""
-_DENOISER = "denoiser."
-"""Begins the denoiser's names where text encoders are trained beside it."""
 WeightedSnapshots: TypeAlias = Sequence[tuple[Snapshot, float]]
 """Snapshots with their weights, which sum to 1; at least one."""
 
@@ -178,13 +176,9 @@ def averaged_parameters(pipeline: Any, snapshot: Snapshot) -> dict[str, nn.Param
     """
     if not hasattr(pipeline, "components"):
         return dict(pipeline.named_parameters())
-    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
-    denoiser = parts["unet"] if "unet" in parts else parts["transformer"]
     with safe_open(snapshot.path, framework="pt") as stored:
-        if not any(name.startswith(_DENOISER) for name in stored.keys()):  # noqa: SIM118
-            return dict(denoiser.named_parameters())
-    trained = {_DENOISER[:-1]: denoiser, **{n: part for n, part in parts.items() if n.startswith("text_encoder")}}
-    return {f"{n}.{name}": p for n, part in trained.items() for name, p in part.named_parameters()}
+        trained = trained_parts(pipeline, stored.keys())
+    return {f"{prefix}{name}": p for prefix, part in trained.items() for name, p in part.named_parameters()}
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cli import prepare_cpu, run_cli
+from sd_training.cli import check_counts, prepare_cpu, run_cli
 from sd_training.config.value_types import path_argument
 from sd_training.errors import BadSample, ConfigError, DataError
 from sd_training.log import get_logger, quiet_libraries
@@ -173,9 +173,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the weights (default bfloat16)")
     add("--device", default="auto", help="auto, cpu or cuda; with torchrun each process takes its own GPU")
     args = parser.parse_args(argv)
-    counts = ("max_tokens", "short_max_tokens", "batch_size", "samples_per_file")
-    if small := [name for name in counts if getattr(args, name) < 1]:
-        raise ConfigError([f"--{name.replace('_', '-')}: {getattr(args, name)} must be 1 or more" for name in small])
+    check_counts(args, "max_tokens", "short_max_tokens", "batch_size", "samples_per_file")
     return args
 
 

@@ -38,7 +38,8 @@ from sd_training.build.cache import open_cache
 from sd_training.build.data import make_data
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
-from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
+from sd_training.callbacks.numerics import Rollback, newest_before
+from sd_training.checkpoint.folder import folder_name, step_of
 from sd_training.checkpoint.save import WEIGHTS, load_into, open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.config.changes import CONFIG, RECORD, read_starts
@@ -157,19 +158,15 @@ def load_stored(text: str, words: Sequence[str]) -> Config:
 def checkpoint_before(incident: Incident) -> Path | None:
     """The newest checkpoint that verifies and that the step could have come from."""
     rollbacks = [_rollback(path) for path in (incident.run_dir / "incidents").glob("step=*.rollback.json")]
-    for folder in reversed(sealed_checkpoints(incident.run_dir / "checkpoints")):
-        step = step_of(folder)
-        is_left_behind = any(to < step < at <= incident.step for to, at in rollbacks)
-        if step <= incident.step and not is_left_behind and not verify_checkpoint(folder):
-            return folder
-    return None
+    done, root = [own for own in rollbacks if own.at <= incident.step], incident.run_dir / "checkpoints"
+    found = newest_before(root, incident.step + 1, done)
+    return None if found is None else root / folder_name(found)
 
 
-def _rollback(path: Path) -> tuple[int, int]:
-    """To and at which optimizer step the run went back."""
+def _rollback(path: Path) -> Rollback:
     try:
         incident = json.loads(path.read_text(encoding="utf-8"))
-        return int(incident["to"]), int(incident["at"])
+        return Rollback(at=int(incident["at"]), to=int(incident["to"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: is damaged ({error}), so it is unknown which checkpoints that rollback left behind; move it away "

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.spatial.distance import pdist
 
 from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, WORDINGS, digit_picture, real_digits
-from sd_training.cli import run_cli
+from sd_training.cli import check_counts, run_cli
 from sd_training.config.value_types import path_argument
-from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 
 CLASSES = len(DIGIT_WORDS)
@@ -90,11 +90,8 @@ def train_classifier(pictures: Pictures, labels: Labels) -> tuple[Any, float]:
 
 def mean_distance(pictures: Pictures) -> float:
     """Mean Euclidean distance between two different pictures of the set; 0 for a set of one."""
-    flat = pictures.reshape(len(pictures), -1).astype(np.float64)
-    squares = (flat**2).sum(axis=1)
-    distances = np.sqrt(np.maximum(squares[:, None] + squares - 2 * flat @ flat.T, 0.0))
-    np.fill_diagonal(distances, 0.0)
-    return float(distances.sum() / max(len(flat) * (len(flat) - 1), 1))
+    distances = pdist(pictures.reshape(len(pictures), -1).astype(np.float64))
+    return float(distances.sum() / max(len(distances), 1))
 
 
 def variety(drawn: Pictures, asked: Labels, real: Pictures, real_labels: Labels) -> list[float]:
@@ -208,10 +205,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-unguided", type=int, default=0, help="exit 1 when fewer are recognised, no guidance")
     parser.add_argument("--min-variety", type=float, default=0.0, help="exit 1 below this mean variety, with guidance")
     options = parser.parse_args(argv)
-    counts = {name: getattr(options, name) for name in ("per_digit", "steps", "batch_size")}
-    problems = [f"--{k.replace('_', '-')}: {v} must be 1 or more" for k, v in counts.items() if v < 1]
-    if problems:
-        raise ConfigError(problems)
+    check_counts(options, "per_digit", "steps", "batch_size")
     return options
 
 

@@ -1,6 +1,7 @@
 """Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; how a
 process with a process group ends; and threads and memory of a process that computes on the CPU."""
 
+import argparse
 import atexit
 import ctypes
 import errno
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sd_training.errors import EXIT_INTERRUPTED, UserError
+from sd_training.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from sd_training.log import for_terminal, get_logger, hide_in_tracebacks, is_main_process
 
 log = get_logger(__name__)
@@ -125,6 +126,13 @@ def _is_reader_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
     return True
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError with every option of these that is given, but is not 1 or more."""
+    given = {name.replace("_", "-"): getattr(args, name) for name in names}
+    if small := [f"--{name}: {n} must be 1 or more" for name, n in given.items() if n is not None and n < 1]:
+        raise ConfigError(small)
 
 
 def print_error(error: UserError) -> None:

@@ -157,14 +157,8 @@ def _tokenizer_digest(tokenizer: Tokenizer) -> str:
     rules = json.loads(own.backend_tokenizer.to_str()) if own.is_fast else {"vocabulary": own.get_vocab()}
     # The latest call sets these two; lengths are ours.
     rules |= {"truncation": None, "padding": None}
-    named = [
-        tokenizer.length,
-        tokenizer.is_lowercase,
-        tokenizer.prefix,
-        tokenizer.suffix,
-        own.pad_token_id,
-        own.eos_token_id,
-    ]
+    words = [tokenizer.length, tokenizer.is_lowercase, tokenizer.prefix, tokenizer.suffix]
+    named = [*words, own.pad_token_id, own.eos_token_id]
     return hashlib.sha256(json.dumps([rules, named], sort_keys=True).encode()).hexdigest()
 
 
@@ -400,14 +394,8 @@ class CacheBuilder:
             for start in range(0, job.rows, size)
             for crop in range(self.storage.num_crops or 1)
         ]
-        return iter(
-            DataLoader(
-                _Pictures(self.data, self.storage),
-                batch_size=None,
-                sampler=picked,
-                **worker_options(workers),
-            )
-        )
+        pictures = _Pictures(self.data, self.storage)
+        return iter(DataLoader(pictures, batch_size=None, sampler=picked, **worker_options(workers)))
 
     def _moment_rows(
         self, job: _Job, batches: Iterator[Any], advance: Callable[[int], object]

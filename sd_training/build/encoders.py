@@ -133,15 +133,7 @@ class EncoderServer:
         workers = -(-plan.config.system.workers * plan.launch.devices // shares.num_encoders)
         places = shares.places_of(self.number, first, batch.num_steps * batch.accumulation)
         loader = _SharedLoader(
-            data.samples(),
-            data.order,
-            plan.batch,
-            0,
-            workers,
-            lambda: 0,
-            data.bad_samples,
-            shares=shares,
-            places=places,
+            data.samples(), data.order, batch, 0, workers, lambda: 0, data.bad_samples, shares=shares, places=places
         )
         for place, result in zip(places, loader.results(0), strict=True):
             began_s, (_, rank) = time.perf_counter(), shares.micro_batch_at(place)

@@ -154,9 +154,8 @@ def optimization(plan: Plan) -> Optimization:
     """Optimizer, peak learning rate and schedule of a run."""
     config, peak = plan.config, plan.config.lr_scheduler.params.learning_rate
     peak = config.optimizer.params.learning_rate if peak is None else peak
-    factor = {"none": 1, "linear": plan.batch.global_batch, "sqrt": plan.batch.global_batch**0.5}[
-        config.optimizer.scale_lr
-    ]
+    factors = {"none": 1, "linear": plan.batch.global_batch, "sqrt": plan.batch.global_batch**0.5}
+    factor = factors[config.optimizer.scale_lr]
     rates = {part: rate * factor for part, rate in config.optimizer.rates_by_part.items()}
     schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
     return Optimization(

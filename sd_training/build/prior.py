@@ -18,6 +18,7 @@ from sd_training.build.models import Trained
 from sd_training.build.plan import Plan, Start
 from sd_training.checkpoint.folder import replace_text
 from sd_training.config.changes import Change
+from sd_training.config.fields import value_of
 from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.sources.files import IMAGE_SUFFIXES
@@ -31,6 +32,12 @@ from sd_training.watchdog import HangWatch
 log = get_logger(__name__)
 
 _RECORD = "drawn_from.json"
+_DECIDING = (
+    *("model.pretrained", "model.revision", "model.unet.pretrained", "model.transformer.pretrained"),
+    *("model.noise_scheduler_inference.target", "dataset.prior.prompt", "dataset.params.resolution"),
+    *("sampling.num_inference_steps", "sampling.guidance_scale", "sampling.seed"),
+)
+"""Options that decide the pictures, and are recorded."""
 _NAME = re.compile(r"class_\d{6}\.png")
 _POLL_S = 1.0
 
@@ -55,7 +62,7 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
         drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be read: {error}") from error
-    asked = _drawn_from(config)
+    asked = {key: value_of(config, key) for key in _DECIDING}
     if others := [key for key, value in drawn_from.items() if asked.get(key, value) != value]:
         now = "; ".join(f"{key} was {drawn_from[key]!r}, now {asked[key]!r}" for key in others)
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
@@ -73,23 +80,6 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
             "begin another run with experiment.start_from and experiment.reset=[data]"
         )
     return missing
-
-
-def _drawn_from(config: Config) -> dict[str, object]:
-    """What decides the pictures."""
-    model, sampling, dataset = config.model, config.sampling, config.dataset
-    return {
-        "model.pretrained": model.pretrained,
-        "model.revision": model.revision,
-        "model.unet.pretrained": model.unet.pretrained,
-        "model.transformer.pretrained": model.transformer.pretrained,
-        "model.noise_scheduler_inference.target": model.noise_scheduler_inference.target,
-        "dataset.prior.prompt": dataset.prior.prompt,
-        "dataset.params.resolution": dataset.params.resolution,
-        "sampling.num_inference_steps": sampling.num_inference_steps,
-        "sampling.guidance_scale": sampling.guidance_scale,
-        "sampling.seed": sampling.seed,
-    }
 
 
 def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWatch) -> None:
@@ -110,7 +100,8 @@ def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            replace_text(folder / _RECORD, json.dumps(_drawn_from(plan.config), indent=1) + "\n")
+            asked = {key: value_of(plan.config, key) for key in _DECIDING}
+            replace_text(folder / _RECORD, json.dumps(asked, indent=1) + "\n")
         _draw(plan, trained, folder, [name for name in missing if int(name[6:12]) % world == rank], watch)
     except OSError as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror or error}") from error
@@ -130,15 +121,11 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
     pipeline, was_training = trained.family.pipeline(), module.network.training
     prompts, numbers = config.dataset.prior.prompts, [int(name[6:12]) for name in names]
     captions = [prompts[number % len(prompts)] for number in numbers]
+    seeds = [config.sampling.seed + number for number in numbers]
     pipeline.to(device)
     module.network.eval()  # dropout would draw from the global generator
     with torch.no_grad(), autocast(device, plan.precision), torch.compiler.set_stance("force_eager"):
-        images = draw_images(
-            pipeline,
-            captions,
-            [config.sampling.seed + number for number in numbers],
-            **drawing_options(config),
-        )
+        images = draw_images(pipeline, captions, seeds, **drawing_options(config))
         drawn = zip(names, captions, images, strict=True)
         for name, caption, image in tqdm(drawn, "class images", len(names), disable=not is_main_process()):
             if len(prompts) > 1:

@@ -56,7 +56,7 @@ from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE
 from sd_training.models.load import load_part
-from sd_training.models.reconstruction import PooledFeatures, frechet_distance
+from sd_training.models.reconstruction import PooledFeatures
 from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group, use_own_device
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
@@ -197,11 +197,12 @@ def _callbacks(
     encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
-        frechet = dict[str, FrechetInceptionDistance]()
+        frechet = dict[str, FrechetInceptionDistance]()  # made on the CPU; processes add up their sums
         if trained.module.perceptual is not None:
-            frechet[RFD] = frechet_distance(PooledFeatures(trained.module.perceptual))
+            frechet[RFD] = FrechetInceptionDistance(PooledFeatures(trained.module.perceptual))
         if trained.family is None and (place := config.validation.inception) is not None:
-            frechet[RFID] = frechet_distance(InceptionFeatures(load_inception(place, "validation.inception").module))
+            inception = load_inception(place, "validation.inception").module
+            frechet[RFID] = FrechetInceptionDistance(InceptionFeatures(inception))
         columns = column_names(trained.module.held_out, frechet)
         validation_rows = MetricRows(run_dir / "validation.csv", columns, run_lock)
         validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption, frechet)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, distributed
 
 from sd_training.training import Section, TrainedModule
@@ -100,6 +101,13 @@ class RunState:
     def watched(self, section: str) -> AbstractContextManager[None]:
         """What is done inside belongs to `save` or `validate` of the hang watch."""
         return nullcontext() if self.watch is None else self.watch.inside(section)
+
+
+def log_picture(trainer: pl.Trainer, name: str, picture: Image.Image, step: int) -> None:
+    """To all loggers."""
+    loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
+    for logger in loggers:
+        logger.log_picture(name, picture, step)
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 
-Measurement = tuple[int, str, float]
-"""Optimizer step, metric with the kind of weights, value."""
 LOG = "evaluation.log"
 """In the run folder: what the process prints."""
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
@@ -47,7 +44,8 @@ class Evaluation(OptimizerStepCallback):
     """`evaluation.device`."""
     log_every: int
     """Optimizer steps between looks at what has been measured."""
-    _logged: set[Measurement] = field(default_factory=set, init=False)
+    _logged: set[tuple[int, str, float]] = field(default_factory=set, init=False)
+    """Optimizer step, metric with the kind of weights, value."""
     _read_at_ns: int = field(default=0, init=False)
     """When `evaluation.csv` was written, as it was last read."""
     _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
@@ -105,17 +103,13 @@ class Evaluation(OptimizerStepCallback):
         try:
             if (written_ns := (self.run_dir / ROWS).stat().st_mtime_ns) == self._read_at_ns:
                 return
-            found = set(self._measurements()) - self._logged
+            rows = [row for row in read_rows(self.run_dir / ROWS) if row["value"]]
+            measured = {(int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])) for row in rows}
         except (OSError, ValueError, DataError):  # the next look finds what can be read then
             return
         self._read_at_ns = written_ns
-        for number, name, value in sorted(found):
+        for number, name, value in sorted(measured - self._logged):
             for logger in trainer.loggers:
                 if logger.name != "TensorBoard":
                     logger.log_metrics({name: value}, number)
-        self._logged |= found
-
-    def _measurements(self) -> Iterator[Measurement]:
-        for row in read_rows(self.run_dir / ROWS):
-            if row["value"]:
-                yield int(row["step"]), f"{row['metric']}_{row['weights']}", float(row["value"])
+        self._logged |= measured

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, RunState
+from sd_training.callbacks.base import OptimizerStepCallback, RunState, log_picture
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import Config
 from sd_training.data.samples.captions import Tokenizer
@@ -141,9 +141,7 @@ class Pictures(OptimizerStepCallback):
         shown = [folder / f"{stem}.png" for stem, _ in self.prompts[:_GRID_PICTURES]]
         grid = picture_grid([Image.open(path) for path in shown], columns)
         grid.save(folder.with_name(f"{folder.name}_grid.png"))
-        loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
-        for logger in loggers:
-            logger.log_picture(folder.name, grid, step)
+        log_picture(trainer, folder.name, grid, step)
 
 
 @dataclass(eq=False)
@@ -179,9 +177,7 @@ class BatchPictures(OptimizerStepCallback):
                 path.with_suffix(".txt").write_text("".join(f"{line}\n" for line in captions), encoding="utf-8")
             for name, grid in self._grids(module, self._batch.pixels).items():
                 grid.save(path.with_name(f"{name}.png"))
-                loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
-                for logger in loggers:
-                    logger.log_picture(name, grid, step)
+                log_picture(trainer, name, grid, step)
         except OSError as error:
             log.error(f"the batch of step {step:,} could not be written: {error}")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -49,14 +50,17 @@ class RunRecord(pl.Callback):
         if not trainer.is_global_zero:
             return
         log.info(self.banner(trainer.global_step))
-        versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+        versions = {"python": platform.python_version()}
+        for name in _PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
         starts, config = read_starts(self.run_dir / RECORD), self.resolved_config.splitlines()
         last = next((start["config"] for start in reversed(starts) if "config" in start), None)
         entry = {
             "started_unix_s": int(time.time()),
             "first_optimizer_step": trainer.global_step,
             "command": [redacted(word) for word in sys.argv],
-            "versions": {"python": platform.python_version(), **versions},
+            "versions": versions,
             "git_revision": _git_revision(Path(__file__).parent),
             **self.run_metadata(),
             **({} if config == last else {"config": config}),
@@ -70,13 +74,6 @@ class RunRecord(pl.Callback):
             except OSError as error:
                 path = self.run_dir / name
                 log.error(f"{path} cannot be written ({error.strerror}); what an earlier start wrote there stays")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision(folder: Path) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.callbacks.base import OptimizerStepCallback, log_picture
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
@@ -176,9 +176,7 @@ class Validation(OptimizerStepCallback):
             grid.save(path)
         except OSError as error:
             log.error(f"{path} could not be written: {error}")
-        loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
-        for logger in loggers:
-            logger.log_picture(name, grid, step)
+        log_picture(trainer, name, grid, step)
 
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:

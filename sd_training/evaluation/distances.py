@@ -7,13 +7,12 @@ of a resample without computing the rest again.
 A resample is a row of `counts` [R, N]: how often each drawn picture occurs in it. Row 0 is the set itself.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 
 RESAMPLES = 100
@@ -91,9 +90,8 @@ def precision(drawn: Tensor, real: Tensor) -> Estimate:
         ValueError: there are too few real pictures.
     """
     inside = _in_balls(drawn.double(), real.double())
-    share, z, count = float(inside.double().mean()), NormalDist().inv_cdf((1 + _COVERAGE) / 2), len(inside)
-    centre, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return Estimate(share, *((centre + side * half) / (1 + z**2 / count) for side in (-1, 1)))
+    share = binomtest(int(inside.sum()), len(inside))
+    return Estimate(share.statistic, *share.proportion_ci(_COVERAGE, "wilson"))
 
 
 def recall(drawn: Tensor, real: Tensor) -> Estimate:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from sd_training.checkpoint.folder import MANIFEST_NAME, folder_name
@@ -18,13 +17,13 @@ from sd_training.checkpoint.save import WEIGHTS, open_checkpoint
 from sd_training.config.schema import Config, ModelConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import draw_images, drawing_options
-from sd_training.export.pipeline import CURRENT, KEPT, exported_step, load_pipeline
+from sd_training.export.pipeline import CURRENT, KEPT, exported_step, load_pipeline, trained_parts
 from sd_training.models.family import autocast
 
 _TRAINED, _AVERAGE = "trained", "average"
 """As in `validation.csv`."""
-_NETWORK, _DENOISER = "network.", "denoiser."
-"""Begin the names in a checkpoint; the second where text encoders are trained as well."""
+_NETWORK = "network."
+"""Begins the names in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,10 @@ def load_trained(pipeline: Any, checkpoint: Path) -> None:
     Raises:
         DataError: they have no place there.
     """
-    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
-    denoiser = parts["unet"] if "unet" in parts else parts["transformer"]
     stored = open_checkpoint(checkpoint).parts[WEIGHTS]
-    names = [name for name in stored if name.startswith(_NETWORK)]
-    places = {_NETWORK: denoiser}
-    if any(name.startswith(_NETWORK + _DENOISER) for name in names):
-        texts = {f"{_NETWORK}{name}.": part for name, part in parts.items() if name.startswith("text_encoder")}
-        places = {_NETWORK + _DENOISER: denoiser, **texts}
-    for prefix, module in places.items():
-        own = {name.removeprefix(prefix): stored[name] for name in names if name.startswith(prefix)}
+    names = [name.removeprefix(_NETWORK) for name in stored if name.startswith(_NETWORK)]
+    for prefix, module in trained_parts(pipeline, names).items():
+        own = {name.removeprefix(prefix): stored[_NETWORK + name] for name in names if name.startswith(prefix)}
         if odd := module.load_state_dict(own, strict=False).unexpected_keys:  # frozen ones are not in a checkpoint
             raise DataError(f"{checkpoint}: its weights are not those of the pipeline: there is no {odd[0]}")
 
@@ -146,13 +139,9 @@ class DrawnSet:
             return
         pipeline = self.weights.load().to(device)
         precision = self.config.model.mixed_precision if device.type == "cuda" else "no"
+        prompts, seeds = [self.prompts[i] for i in numbers], [sampling.seed + i for i in numbers]
         with torch.no_grad(), autocast(device, precision):
-            images = draw_images(
-                pipeline,
-                [self.prompts[i] for i in numbers],
-                [sampling.seed + i for i in numbers],
-                **drawing_options(self.config),
-            )
+            images = draw_images(pipeline, prompts, seeds, **drawing_options(self.config))
             title = f"step {self.weights.step}, {self.weights.name} weights"
             shown = tqdm(images, title, len(numbers), unit="images", disable=rank > 0)
             try:

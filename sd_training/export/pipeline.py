@@ -12,7 +12,7 @@ from elsewhere.
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -160,6 +160,20 @@ def frozen_parts(pipeline: Any, folder: Path) -> dict[str, WrittenPart]:
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     frozen = [name for name, part in modules.items() if not any(p.requires_grad for p in part.parameters())]
     return {name: WrittenPart.of(folder / name) for name in frozen}
+
+
+def trained_parts(pipeline: Any, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Beginning of the names of trained weights → the network of the pipeline whose parameters are named behind it: the
+    denoiser alone (behind nothing) or, where text encoders are trained as well, `denoiser.` and `text_encoder.`.
+
+    Args:
+        names: of the weights.
+    """
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    denoiser = parts["unet"] if "unet" in parts else parts["transformer"]
+    if not any(name.startswith("denoiser.") for name in names):
+        return {"": denoiser}
+    return {"denoiser.": denoiser, **{f"{n}.": part for n, part in parts.items() if n.startswith("text_encoder")}}
 
 
 def export_pipeline(

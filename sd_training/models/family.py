@@ -78,6 +78,8 @@ class Family(ABC):
     """Whether the pipeline gives the sampler its noise levels, which not every sampler takes."""
     text_lengths: ClassVar[Mapping[str, int]] = {}
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
+    num_text_tokens: ClassVar[int | None] = None
+    """Tokens of the single text encoder that the denoiser gets, where these are not all of a caption."""
     has_fixed_text: ClassVar[bool] = True
     """Whether the denoiser gets all captions at one length."""
     tile_setting: ClassVar[str] = "tile_sample_min_size"
@@ -289,7 +291,7 @@ class Family(ABC):
         """Tokens L and width D of each sequence that `encode` makes, and width of the pooled vector (0: none); here of
         the states of a single text encoder."""
         width = self.parts["text_encoder"].config.get_text_config().hidden_size
-        return [(self.tokenizers()["text_encoder"].length, width)], 0
+        return [(self.num_text_tokens or self.tokenizers()["text_encoder"].length, width)], 0
 
     def has_masks(self) -> list[bool]:
         """Whether the denoiser gets a mask of the padding with each sequence of `text_shapes`."""

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 from sd_training.config.schema import AdversarialConfig
 from sd_training.errors import ConfigError
@@ -90,16 +89,6 @@ class PooledFeatures(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.perceptual.pooled(pixels)
-
-
-def frechet_distance(features: nn.Module) -> FrechetInceptionDistance:
-    """The distance of two sets of pictures, by the normal distributions of their features (Heusel et al. 2017,
-    arXiv:1706.08500, eq. 6); rFID where they are Inception's. Processes add up their sums. To be made on the CPU.
-
-    Args:
-        features: [B, 3, H, W] in [-1, 1] → [B, `num_features`].
-    """
-    return FrechetInceptionDistance(feature=features)
 
 
 class _Vgg16(nn.Module):

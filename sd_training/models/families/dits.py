@@ -4,6 +4,7 @@
 Lengths of T5's captions are the defaults of the pipelines.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -113,14 +114,40 @@ class PixArtSigma(Family):
         return {**needed, **({"use_additional_conditions": False} if self.denoiser.use_additional_conditions else {})}
 
 
-class Flux(Family):
+class TokenFamily(Family):
+    """Families whose pipeline cuts latents into tokens before they come to the denoiser."""
+
+    sets_noise_levels = True
+
+    @abstractmethod
+    def token_inputs(self, latents: Tensor, conditioning: Conditioning, rows: int, columns: int) -> dict[str, Any]:
+        """Arguments of the denoiser beside tokens, time and text states: positions above all.
+
+        Args:
+            latents: [B, C, h, w].
+            rows, columns: of tokens.
+        """
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
+        latents, side = noised.noised_latents, self.patch_size
+        rows, columns = (length // side for length in latents.shape[-2:])
+        answer = denoiser(
+            hidden_states=to_patches(latents, side),
+            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
+            encoder_hidden_states=conditioning.states[0],
+            **self.token_inputs(latents, conditioning, rows, columns),
+        ).sample
+        return from_patches(answer, rows, side)
+
+
+class Flux(TokenFamily):
     """Rectified flow on tokens of 2 × 2 latent cells; positions are (0, row, column)."""
 
     name = "flux"
     pipeline_class = FluxPipeline
     block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     packing = 2
-    sets_noise_levels = True
     tensor_attention = ("attn",)
     head_axis = 2
     tensor_mlps = (_MLP, _TEXT_MLP)
@@ -142,22 +169,16 @@ class Flux(Family):
         """As `Family.condition`."""
         return Conditioning([texts["text_encoder_2"].states], pooled=texts["text_encoder"].pooled)
 
-    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """As `Family.predict`."""
-        latents, states = noised.noised_latents, conditioning.states[0]
-        rows, columns = (side // self.packing for side in latents.shape[-2:])
+    def token_inputs(self, latents: Tensor, conditioning: Conditioning, rows: int, columns: int) -> dict[str, Any]:
+        """As `TokenFamily.token_inputs`."""
         axes = [torch.arange(count, device=latents.device, dtype=torch.float32) for count in (1, rows, columns)]
         guidance = latents.new_full((len(latents),), DISTILLED_GUIDANCE)
-        answer = denoiser(
-            hidden_states=to_patches(latents, self.packing),
-            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
-            guidance=guidance if self.denoiser.config.guidance_embeds else None,
-            pooled_projections=conditioning.pooled,
-            encoder_hidden_states=states,
-            txt_ids=latents.new_zeros(states.shape[1], 3),
-            img_ids=torch.cartesian_prod(*axes),
-        ).sample
-        return from_patches(answer, rows, self.packing)
+        return {
+            "guidance": guidance if self.denoiser.config.guidance_embeds else None,
+            "pooled_projections": conditioning.pooled,
+            "txt_ids": latents.new_zeros(conditioning.states[0].shape[1], 3),
+            "img_ids": torch.cartesian_prod(*axes),
+        }
 
     def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
         """As `Family.tensor_plan`. Blocks of one stream are left whole: one matrix reads attention and MLP together."""

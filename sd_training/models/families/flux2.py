@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import Flux2KleinPipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.models.families.dits import PIPELINE_TIMESTEPS
-from sd_training.models.family import Family, Index, chat_tokenizer
+from sd_training.models.families.dits import TokenFamily
+from sd_training.models.family import Index, chat_tokenizer
 from sd_training.models.mmdit_rope import from_patches, to_patches
-from sd_training.types import Conditioning, NoisedBatch, TextOutput
+from sd_training.types import Conditioning, TextOutput
 
 _CALL = inspect.signature(Flux2KleinPipeline.__call__).parameters
 LENGTH = int(_CALL["max_sequence_length"].default)
@@ -23,14 +23,13 @@ LAYERS = tuple(int(layer) for layer in _CALL["text_encoder_out_layers"].default)
 """Layers of the text encoder that are read; 0 would be its embeddings."""
 
 
-class Flux2Klein(Family):
+class Flux2Klein(TokenFamily):
     """Rectified flow on tokens of 2 × 2 latent cells; states of three layers of Qwen 3, side by side."""
 
     name = "flux2"
     pipeline_class = Flux2KleinPipeline
     block_classes = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     packing = 2
-    sets_noise_levels = True
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderKLFlux2",
         "text_encoder": "Qwen3ForCausalLM",
@@ -38,7 +37,7 @@ class Flux2Klein(Family):
         "transformer": "Flux2Transformer2DModel",
     }
     # In blocks of one stream one matrix leads into attention and MLP, and one out of both.
-    lora_targets = (*Family.lora_targets, "to_qkv_mlp_proj", "attn.to_out")
+    lora_targets = (*TokenFamily.lora_targets, "to_qkv_mlp_proj", "attn.to_out")
 
     @classmethod
     def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
@@ -66,20 +65,13 @@ class Flux2Klein(Family):
         tokens = (to_patches(latents, size) - mean) / (variance + self.vae.config.batch_norm_eps).sqrt()
         return from_patches(tokens, latents.shape[-2] // size, size)
 
-    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """As `Family.predict`. Positions are (0, row, column, 0) of an image token and (0, 0, 0, place) of a word."""
-        latents, states = noised.noised_latents, conditioning.states[0]
-        rows, columns = (side // self.packing for side in latents.shape[-2:])
-        axes = [torch.arange(count, device=latents.device) for count in (1, rows, columns, states.shape[1])]
-        one = axes[0]
-        answer = denoiser(
-            hidden_states=to_patches(latents, self.packing),
-            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
-            encoder_hidden_states=states,
-            txt_ids=torch.cartesian_prod(one, one, one, axes[3]),
-            img_ids=torch.cartesian_prod(*axes[:3], one),
-        ).sample
-        return from_patches(answer, rows, self.packing)
+    def token_inputs(self, latents: Tensor, conditioning: Conditioning, rows: int, columns: int) -> dict[str, Any]:
+        """As `TokenFamily.token_inputs`. Positions are (0, row, column, 0) of an image token and (0, 0, 0, place) of a
+        word."""
+        counts = (1, rows, columns, conditioning.states[0].shape[1])
+        one, *axes, words = (torch.arange(count, device=latents.device) for count in counts)
+        image, text = torch.cartesian_prod(one, *axes, one), torch.cartesian_prod(one, one, one, words)
+        return {"img_ids": image, "txt_ids": text}
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""

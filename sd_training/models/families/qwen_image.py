@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from diffusers import QwenImagePipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.models.families.dits import PIPELINE_TIMESTEPS
-from sd_training.models.family import Family
-from sd_training.models.mmdit_rope import from_patches, to_patches
-from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
+from sd_training.models.families.dits import TokenFamily
+from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 _PARTS = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
 _EMPTY: Any = QwenImagePipeline(**dict.fromkeys(_PARTS))
@@ -24,15 +22,15 @@ LENGTH = int(inspect.signature(QwenImagePipeline.__call__).parameters["max_seque
 """Tokens that it gets."""
 
 
-class QwenImage(Family):
+class QwenImage(TokenFamily):
     """Rectified flow on tokens of 2 × 2 latent cells; last states of Qwen 2.5-VL's language model with their mask."""
 
     name = "qwen_image"
     pipeline_class = QwenImagePipeline
     block_classes = ("QwenImageTransformerBlock",)
-    sets_noise_levels = True
     tile_setting = "tile_sample_min_height"
     has_text_mask = True
+    num_text_tokens = LENGTH
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderKLQwenImage",
         "text_encoder": "Qwen2_5_VLForConditionalGeneration",
@@ -72,22 +70,10 @@ class QwenImage(Family):
         """As `Family.condition`."""
         return Conditioning([texts["text_encoder"].states], [batch.token_masks["text_encoder"][:, UNREAD:]])
 
-    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """As `Family.predict`."""
-        latents, side = noised.noised_latents, self.patch_size
-        count, _, height, width = latents.shape
-        answer = denoiser(
-            hidden_states=to_patches(latents, side),
-            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
-            encoder_hidden_states=conditioning.states[0],
-            encoder_hidden_states_mask=conditioning.masks[0],
-            img_shapes=[[(1, height // side, width // side)]] * count,
-        ).sample
-        return from_patches(answer, height // side, side)
-
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(LENGTH, self.parts["text_encoder"].config.get_text_config().hidden_size)], 0
+    def token_inputs(self, latents: Tensor, conditioning: Conditioning, rows: int, columns: int) -> dict[str, Any]:
+        """As `TokenFamily.token_inputs`."""
+        shapes = [[(1, rows, columns)]] * len(latents)
+        return {"encoder_hidden_states_mask": conditioning.masks[0], "img_shapes": shapes}
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`; tokens go in whole, and their cells come out. Models that edit have pipelines of

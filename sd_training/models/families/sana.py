@@ -30,6 +30,7 @@ class Sana(Family):
     text_width = "caption_channels"
     tile_setting = "tile_sample_min_height"
     has_text_mask = True
+    num_text_tokens = LENGTH
     classes: ClassVar[Mapping[str, str]] = {
         "vae": "AutoencoderDC",
         "text_encoder": "Gemma2Model",
@@ -65,10 +66,6 @@ class Sana(Family):
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`."""
         return {"encoder_attention_mask": conditioning.masks[0]}
-
-    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """As `Family.text_shapes`."""
-        return [(LENGTH, self.parts["text_encoder"].config.hidden_size)], 0
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`. Captions are projected to the width of the image tokens; a distilled model,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel
 
 from sd_training.config.schema import AdversarialConfig
@@ -19,7 +20,6 @@ from sd_training.models.reconstruction import (
     PatchDiscriminator,
     PooledFeatures,
     adaptive_weight,
-    frechet_distance,
     hinge_loss,
     last_layer_gradients,
     load_perceptual,
@@ -66,7 +66,7 @@ def test_the_frechet_distance_is_that_of_its_formula(tmp_path: Path) -> None:
     """Against a matrix square root in float64, in two batches; of a picture's features as the network gives them."""
     perceptual = load_perceptual(makers.perceptual_folder(tmp_path / "perceptual"))
     sets = [pictures(40, 32), 0.5 * pictures(40, 32, seed=1)]
-    metric, moments = frechet_distance(PooledFeatures(perceptual)), []
+    metric, moments = FrechetInceptionDistance(PooledFeatures(perceptual)), []
     with torch.no_grad():
         for number, own in enumerate(sets):
             for batch in own.split(25):
