@@ -131,7 +131,7 @@ def _is_reader_gone() -> bool:
 def check_counts(args: argparse.Namespace, *names: str) -> None:
     """Raises ConfigError with every option of these that is given, but is not 1 or more."""
     given = {name.replace("_", "-"): getattr(args, name) for name in names}
-    if small := [f"--{name}: {n} must be 1 or more" for name, n in given.items() if n is not None and n < 1]:
+    if small := [f"--{name}: is {n}; give 1 or more" for name, n in given.items() if n is not None and n < 1]:
         raise ConfigError(small)
 
 

@@ -74,8 +74,8 @@ def test_options_of_the_script_are_options_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a.tar", "--processes", "0"], "--processes: 0 must be 1 or more"),
-        (["a.tar", "--processes", "-1"], "--processes: -1 must be 1 or more"),
+        (["a.tar", "--processes", "0"], "--processes: is 0; give 1 or more"),
+        (["a.tar", "--processes", "-1"], "--processes: is -1; give 1 or more"),
         (["a.tar", "--images", "0"], "experiment.num_examples_to_see"),
         (["a.tar", "--type", "Tar"], "dataset.type"),
         (["a.tar", "dataset.params.path=b"], "not both"),

@@ -140,5 +140,5 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
     shards = makers.caption_shards(tmp_path / "shards", shards=1, per_shard=2)
     own = words(shards, makers.save_tiny_pipeline(tmp_path / "pipeline") / "unet", tmp_path / "out")
     assert "cannot be loaded as an image-text-to-text model" in fails(recaption.main, *own)
-    assert "--batch-size: 0 must be 1 or more" in fails(recaption.main, *own, "--batch-size", "0")
+    assert "--batch-size: is 0; give 1 or more" in fails(recaption.main, *own, "--batch-size", "0")
     assert "no such file or folder" in fails(recaption.main, *words(tmp_path / "none", tmp_path, tmp_path / "out"))
