@@ -321,16 +321,19 @@ class ProgressBar(OptimizerStepCallback):
             text = f"{progress}, {left} left{_newest(self.state.metrics)}"
             log.info(text, extra=None if self._bar is None else FOR_FILE)
 
-    def teardown(self, *_: object) -> None:
-        """Leaves the bar on the terminal, and an error is printed below it."""
+    def on_exception(self, *_: object) -> None:
+        """The error is printed below the bar."""
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Leave the finished bar on the terminal."""
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             write_lines_by(None)
             self._bar.close()
             self._bar = None
-
-    def on_exception(self, *_: object) -> None:
-        """The run ends."""
-        self.teardown()
 
 
 def _newest(metrics: Mapping[str, float]) -> str:
