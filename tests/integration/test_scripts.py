@@ -172,7 +172,7 @@ def test_make_webdataset_refuses(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a cat")
     said = fails(make_webdataset.main, tmp_path, "--out", tmp_path / "out")
     assert "no sample can be used" in said and "a.jpg" in said
-    assert "--workers: 0" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "o", "--workers", "0")
+    assert "--workers: is 0" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "o", "--workers", "0")
     assert "cannot be written" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "a.jpg")
 
 
