@@ -316,10 +316,11 @@ def check_pipeline(args: argparse.Namespace, additions: Additions, kinds: Condit
     """
     if problems := folder_problems(args.pipeline):
         raise DataError("\n".join(problems))
-    merged, files = args.pipeline / LORA_WEIGHT_NAME_SAFE, [path for path, _ in args.lora]
-    if merged.is_file() and (twice := [p for p in files if fingerprint(p) == fingerprint(merged)]):
+    merged = args.pipeline / LORA_WEIGHT_NAME_SAFE
+    own = fingerprint(merged) if args.lora and merged.is_file() else None
+    if twice := next((path for path, _ in args.lora if fingerprint(path) == own), None):
         raise ConfigError(
-            f"--lora: {twice[0]} is part of the weights of {args.pipeline} already (model.lora.merge) and would count "
+            f"--lora: {twice} is part of the weights of {args.pipeline} already (model.lora.merge) and would count "
             "twice; leave it out, or give the pipeline that the run began with as --pipeline"
         )
     name = read_index(args.pipeline)["_class_name"]

@@ -62,7 +62,7 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
         drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be read: {error}") from error
-    asked = {key: value_of(config, key) for key in _DECIDING}
+    asked = _drawn_from(config)
     if others := [key for key, value in drawn_from.items() if asked.get(key, value) != value]:
         now = "; ".join(f"{key} was {drawn_from[key]!r}, now {asked[key]!r}" for key in others)
         raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
@@ -80,6 +80,10 @@ def missing_class_images(config: Config, changed: Sequence[Change] = ()) -> list
             "begin another run with experiment.start_from and experiment.reset=[data]"
         )
     return missing
+
+
+def _drawn_from(config: Config) -> dict[str, object]:
+    return {key: value_of(config, key) for key in _DECIDING}
 
 
 def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWatch) -> None:
@@ -100,8 +104,7 @@ def draw_class_images(plan: Plan, start: Start, trained: Trained, watch: HangWat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            asked = {key: value_of(plan.config, key) for key in _DECIDING}
-            replace_text(folder / _RECORD, json.dumps(asked, indent=1) + "\n")
+            replace_text(folder / _RECORD, json.dumps(_drawn_from(plan.config), indent=1) + "\n")
         _draw(plan, trained, folder, [name for name in missing if int(name[6:12]) % world == rank], watch)
     except OSError as error:
         raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror or error}") from error

@@ -1,6 +1,7 @@
 """One forward and backward pass of a tiny family, and the memory that its activations take."""
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def load_tiny(name: str, folder: Path) -> Family:
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
     family.denoiser.train()
     return family
+
+
+def tokens_of(family: Family, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """[B, L] tokens and mask of captions, for the only text encoder."""
+    rows = [family.tokenizers()["text_encoder"].encode(caption) for caption in captions]
+    tokens, masks = (torch.stack([torch.from_numpy(value) for value in column]) for column in zip(*rows, strict=True))
+    return tokens, masks
 
 
 def loss_of(family: Family, height: int = 16, width: int = 16, batch: int = 2) -> Tensor:

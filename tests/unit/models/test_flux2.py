@@ -19,7 +19,7 @@ from sd_training.models.families.flux2 import LENGTH, Flux2Klein
 from sd_training.models.mmdit_rope import to_patches
 from sd_training.types import NoisedBatch
 from tests.integration.training import options
-from tests.unit.models.denoiser_steps import load_tiny
+from tests.unit.models.denoiser_steps import load_tiny, tokens_of
 
 CAPTIONS = [" A red Picture", "red " * LENGTH, ""]
 """Short, too long, and none."""
@@ -34,8 +34,7 @@ def family(root: Path) -> Flux2Klein:
 
 @torch.no_grad()
 def states_of(family: Flux2Klein, captions: list[str]) -> torch.Tensor:
-    rows = [family.tokenizers()["text_encoder"].encode(caption) for caption in captions]
-    tokens, masks = (torch.stack([torch.from_numpy(value) for value in column]) for column in zip(*rows, strict=True))
+    tokens, masks = tokens_of(family, captions)
     return family.encode_text("text_encoder", tokens, masks).states
 
 

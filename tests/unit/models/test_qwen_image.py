@@ -9,7 +9,7 @@ import torch
 from sd_training.models.families.qwen_image import QwenImage
 from sd_training.models.mmdit_rope import from_patches, to_patches
 from sd_training.types import Conditioning, NoisedBatch
-from tests.unit.models.denoiser_steps import load_tiny
+from tests.unit.models.denoiser_steps import load_tiny, tokens_of
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def family(root: Path) -> QwenImage:
 
 @torch.no_grad()
 def conditioning(family: QwenImage, captions: list[str]) -> Conditioning:
-    rows = [family.tokenizers()["text_encoder"].encode(caption) for caption in captions]
-    tokens, masks = (torch.stack([torch.from_numpy(value) for value in column]) for column in zip(*rows, strict=True))
+    tokens, masks = tokens_of(family, captions)
     return family.condition({"text_encoder": family.encode_text("text_encoder", tokens, masks)}, Masks(masks))
 
 

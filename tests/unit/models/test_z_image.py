@@ -15,7 +15,7 @@ from sd_training.models.families.z_image import LENGTH, ZImage
 from sd_training.models.family import latent_grid
 from sd_training.types import Conditioning, NoisedBatch
 from tests.integration.training import options
-from tests.unit.models.denoiser_steps import load_tiny, loss_of
+from tests.unit.models.denoiser_steps import load_tiny, loss_of, tokens_of
 
 
 @pytest.fixture
@@ -26,8 +26,7 @@ def family(root: Path) -> ZImage:
 
 
 def conditioning(family: ZImage, captions: list[str]) -> Conditioning:
-    rows = [family.tokenizers()["text_encoder"].encode(caption) for caption in captions]
-    tokens, masks = (torch.stack([torch.from_numpy(value) for value in column]) for column in zip(*rows, strict=True))
+    tokens, masks = tokens_of(family, captions)
     with torch.no_grad():
         return Conditioning([family.encode_text("text_encoder", tokens, masks).states], [masks])
 
