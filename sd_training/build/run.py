@@ -41,7 +41,7 @@ from sd_training.callbacks.preemption import Preemption, deadline_s
 from sd_training.callbacks.previews import BatchPictures, Pictures
 from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
-from sd_training.callbacks.runtime import Runtime
+from sd_training.callbacks.runtime import Runtime, StartTimes
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
 from sd_training.callbacks.validation import RFD, RFID, Validation, column_names
 from sd_training.checkpoint.folder import RunLock, replace_text
@@ -114,6 +114,9 @@ def build_run(
         OutageError: storage is temporarily unavailable.
         DataError: the data set cannot be used.
     """
+    signals = signals or StopSignals()
+    times = StartTimes(signals.started_s)
+    times.end("imports and configuration")
     use_own_device(plan.launch)
     torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
     mirror = make_mirror(plan)
@@ -131,16 +134,19 @@ def build_run(
         checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     assert trained is not None
+    times.end("model")
     watch = watch or HangWatch({}, plan.run_dir)
     if not start.is_done:
         draw_class_images(plan, start, trained, watch)
+        if plan.config.dataset.prior.path is not None:
+            times.end("class images")
     cache = open_cache(plan, trained.family) if trained.family else None
     data = make_data(plan, trained.family, trained.latent_grid, cache, encoders)
-    config, signals = plan.config, signals or StopSignals()
+    config = plan.config
     end_s = deadline_s(config.experiment.max_hours, signals.started_s, os.environ)
     reserved_s = END_S + (0.0 if mirror is None else MIRROR_AFTER_STOP_S)
     preemption = Preemption(signals, config, RunState(watch), end_s, reserved_s)
-    callbacks = _callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
+    callbacks = _callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror, times)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
     return Run(trainer, trained.module, data, preemption, plan.is_child)
 
@@ -154,6 +160,7 @@ def _callbacks(
     run_lock: RunLock,
     watch: HangWatch,
     mirror: Mirror | None,
+    times: StartTimes,
 ) -> list[pl.Callback]:
     """In the order they act after an optimizer step; the rules are in `callbacks/base.py`."""
     config, batch, run_dir, run_state = plan.config, plan.batch, plan.run_dir, preemption.state
@@ -221,7 +228,7 @@ def _callbacks(
         Evaluation(run_dir, config.evaluation.device, every) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
-        Runtime(watch, run_lock),
+        Runtime(watch, run_lock, times),
     ]
     return [callback for callback in callbacks if callback is not None]
 

@@ -1,4 +1,5 @@
-"""The process itself: the hang watch learns what it is doing, and Python's garbage is collected between steps only.
+"""The process itself: the hang watch learns what it is doing, the log what a start took, and Python's garbage is
+collected between steps only.
 
 Left alone the collector runs in whatever thread allocates. A collection in a logger's thread, while autograd worked
 without Python's lock, is the likeliest reason for a run that once died here: the first backward pass found DDP's weak
@@ -8,7 +9,9 @@ reference to itself empty, as in Lightning issue 20706. On many devices the paus
 import gc
 import os
 import platform
+import time
 import zlib
+from itertools import pairwise
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,11 +19,35 @@ import torch
 
 from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
 from sd_training.checkpoint.folder import RunLock
+from sd_training.log import get_logger
 from sd_training.training import TrainedModule
 from sd_training.watchdog import HangWatch
 
+log = get_logger(__name__)
+
 FULL_COLLECTION_EVERY = 1000
 """Optimizer steps between collections of everything, which take a second; young objects are collected every step."""
+
+
+class StartTimes:
+    """What the phases of a start took, one after the other.
+
+    Args:
+        started_s: when the program began [s of `time.monotonic`].
+    """
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s, self._ends_s = started_s, dict[str, float]()
+
+    def end(self, phase: str) -> None:
+        """It ends now."""
+        self._ends_s[phase] = time.monotonic()
+
+    def sentence(self) -> str:
+        """Total, and each phase."""
+        moments_s = [self._started_s, *self._ends_s.values()]
+        parts = [f"{phase} {b - a:.1f}" for phase, (a, b) in zip(self._ends_s, pairwise(moments_s), strict=True)]
+        return f"started in {moments_s[-1] - moments_s[0]:.1f} s: {', '.join(parts)}"
 
 
 class Runtime(OptimizerStepCallback):
@@ -30,8 +57,8 @@ class Runtime(OptimizerStepCallback):
     The first optimizer step belongs to the start: it compiles, and finds the fastest kernels.
     """
 
-    def __init__(self, watch: HangWatch, run_lock: RunLock) -> None:
-        self.watch, self.run_lock = watch, run_lock
+    def __init__(self, watch: HangWatch, run_lock: RunLock, times: StartTimes) -> None:
+        self.watch, self.run_lock, self.times = watch, run_lock, times
         self._is_warm = False
         self._was_enabled = False
 
@@ -45,6 +72,7 @@ class Runtime(OptimizerStepCallback):
                 rank: pid for rank, (node, pid, _) in enumerate(ranks) if node == own_node and pid != os.getpid()
             }
             self.watch.first_failure.check_owner = RunLock(self.watch.run_dir, ranks[0][2]).check  # rank 0 has the lock
+        self.times.end("data and processes")
         self._was_enabled = self._was_enabled or gc.isenabled()
         gc.collect()
         gc.disable()
@@ -62,6 +90,9 @@ class Runtime(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collects cycles of the step, and from time to time older ones."""
+        if not self._is_warm and trainer.is_global_zero:
+            self.times.end("first optimizer step")
+            log.info(self.times.sentence())
         self._is_warm = True
         gc.collect(1 if step % FULL_COLLECTION_EVERY else 2)  # generations
 

@@ -16,7 +16,7 @@ from tests.integration.training import ROOT, options, torchrun
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 OURS = re.compile(
-    rf"{TIME}(sd_training 0\.|training \w+ of [\d,]+ parameters$|saved step \d|step \d+ of \d|done: |"
+    rf"{TIME}(sd_training 0\.|training \w+ of [\d,]+ parameters$|started in \d|saved step \d|step \d+ of \d|done: |"
     r"distributed\.dist_backend: )"
     r"|  (run folder|runs on|EMA|samples|length) +\S|  options that differ from the last start|    [a-z_.]+: .* -> "
 )
@@ -64,6 +64,12 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     newest = r"loss [\d.]+, [\d.e-]+ s/step, \d+% waiting for data"
     progress = rf"^{TIME}step 4 of 4: 32 images, [\d.]+ images/s, 0:00:00 left, {newest}$"
     assert re.search(progress, one, re.MULTILINE)
+    phases = ("imports and configuration", "model", "data and processes", "first optimizer step")
+    parts = ", ".join(rf"{phase} ([\d.]+)" for phase in phases)
+    started = re.search(rf"^{TIME}started in ([\d.]+) s: {parts}$", one, re.MULTILINE)
+    assert started, one
+    total_s, *each_s = map(float, started.groups())
+    assert abs(total_s - sum(each_s)) < 0.05 * 5 + 1e-6  # each is rounded to a tenth
     kept = (tmp_path / "run/train.log").read_text()
     assert kept == one
     assert f", and a page about the run: {tmp_path / 'run/report.html'}\n" in one
