@@ -175,8 +175,10 @@ def visits_of_key(stretches: Sequence[Stretch], key: str) -> list[Visit]:
     for stretch in stretches:
         datasets = stretch.data.datasets
         shards = {shown(shard.location) for dataset in datasets for shard in dataset.index.shards}
-        keys = (key, os.path.abspath(key))  # a shard may be given as a relative path
-        for number, sample in find_named(stretch.data, {(s, k.removeprefix(f"{s}/")) for s in shards for k in keys}):
+        # SHARD/KEY, or the picture's own URL beside the shard; a shard may be given as a relative path.
+        keys, places = (key, os.path.abspath(key)), {(s, start) for s in shards for start in (s, os.path.dirname(s))}
+        named = {(s, k.removeprefix(f"{start}/")) for s, start in places for k in keys}
+        for number, sample in find_named(stretch.data, named):
             names.add(spelled(*datasets[number].index.name(sample)))
             if not stretch.is_same:
                 said = "unknown, because the data have changed since"

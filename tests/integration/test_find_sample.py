@@ -201,6 +201,7 @@ def test_a_sample_of_a_web_server_is_named_by_its_url(tmp_path: Path, pipeline_d
         assert {int(line.split()[0]) for line in lines[4:]} == seen and len(seen) == 3
         assert lines[0] == f"{server.url}/table.csv/{names[3]}"
         assert printed(names[3], run_dir=tmp_path / "run") == lines
+        assert printed(f"{server.url}/{names[3]}", run_dir=tmp_path / "run") == lines
 
 
 def test_of_data_that_have_changed_nothing_is_told(run_dir: Path, printed: Any, tmp_path: Path) -> None:
