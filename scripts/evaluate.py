@@ -45,8 +45,10 @@ from sd_training.errors import ConfigError, DataError, UserError
 from sd_training.evaluation.measure import ROWS, RealPictures, Row, measure, metrics_of, read_rows, write_rows
 from sd_training.evaluation.networks import load_networks
 from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeline, weights_of_run
+from sd_training.evaluation.report import PAGE, write_report
 from sd_training.export.draw import read_rows as read_captions
 from sd_training.export.pipeline import exported_step
+from sd_training.models.load import first_line
 
 Real = Callable[[], RealPictures]
 _BATCH = 32
@@ -150,21 +152,30 @@ def has_ended(args: argparse.Namespace) -> bool:
 
 
 def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> None:
-    """Output, rows, and TensorBoard where the run has it; a run that trains sends the rows to W&B.
+    """Output, rows, TensorBoard where the run has it, and the page of a run that has ended; one that trains sends the
+    rows to W&B.
 
     Raises:
-        OSError: the files cannot be written.
+        UserError: the rows cannot be written.
     """
     for row in rows:
         interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
         print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
-    write_rows(args.out / ROWS, rows)
-    if (args.out / "tensorboard").is_dir():
-        # A folder beside the run's own: a file has one writer.
-        with SummaryWriter(str(args.out / "tensorboard" / "evaluation")) as writer:
-            for row in rows:
-                if "value" in row:
-                    writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
+    try:
+        write_rows(args.out / ROWS, rows)
+    except OSError as error:
+        raise DataError(f"{args.out}: the rows cannot be written: {error.strerror}") from error
+    try:
+        if (args.out / "tensorboard").is_dir():
+            # A folder beside the run's own: a file has one writer.
+            with SummaryWriter(str(args.out / "tensorboard" / "evaluation")) as writer:
+                for row in rows:
+                    if "value" in row:
+                        writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
+        if args.is_run and (page := args.target / PAGE).is_file():
+            write_report([args.target], page)
+    except Exception as error:  # the rows are safe, whatever it is
+        print_error(DataError(f"{args.out / ROWS} is written, but not all that shows it: {first_line(error)}"))
 
 
 def planned_steps(run_dir: Path) -> int:
@@ -270,6 +281,10 @@ def evaluate(
         failure = error
     except OSError as error:
         failure = DataError(f"{error}; the run may have replaced it meanwhile")
+    except Exception as error:  # of libraries and devices
+        if not args.watch:
+            raise
+        failure = DataError(f"step {weights.step} cannot be drawn: {type(error).__name__}: {first_line(error)}")
     if world > 1:
         has_failed = torch.tensor(int(failure is not None))
         torch.distributed.all_reduce(has_failed)
@@ -277,14 +292,12 @@ def evaluate(
     if failure is not None:
         raise failure
     if rank == 0:
-        networks = load_networks(drawn.config.evaluation)
-        rows = measure(networks, drawn.files, drawn.prompts, real, drawn.root, device)
-        try:
-            publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
-        except OSError as error:
-            return DataError(f"{args.out}: the rows cannot be written: {error.strerror}")
-        except DataError as error:
-            return error
+        for name, load in load_networks(drawn.config.evaluation).items():  # one that is killed has written the others'
+            rows = measure({name: load}, drawn.files, drawn.prompts, real, drawn.root, device)
+            try:
+                publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
+            except UserError as error:
+                return error
     return None
 
 

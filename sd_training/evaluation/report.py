@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ _UPLOT = "uPlot-1.6.32.min"
 _MAX_POINTS = 800
 """Of a curve; more rows are combined."""
 _MAX_PICTURE_BYTES = 3_600_000
-"""Of all pictures together, in base64; what else is on the page is small beside it."""
+"""Of all pictures together, in base64."""
+_MAX_PAGE_BYTES = 4_900_000
+"""Of the page without the tags of its pictures; what else is on it leaves the rest to them."""
 _MAX_READ_PIXELS = 100_000_000
 """Of all files that pictures are made of: about two seconds."""
 _MAX_SIDE, _MAX_LOSSLESS_SIDE = 1280, 400
@@ -94,14 +96,14 @@ def write_report(run_dirs: Sequence[Path], path: Path) -> None:
     script = "\n".join(_source(name) for name in (f"{_UPLOT}.js", "page.js"))
     page = Environment(loader=FileSystemLoader(_SOURCES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {"moment": _moment, "text": _text}
-    text = page.get_template("page.html").render(
+    render = partial(
+        page.get_template("page.html").render,
         runs=runs,
         charts=charts,
         facts=_by_row([run.facts() for run in runs]),
         options=_by_row([run.chosen() for run in runs]),
         defaults={key: option.default for key, option in options().items()},
         versions=_by_row([_mapping(run.start.get("versions")) for run in runs]),
-        pictures=_pictures(runs),
         max_points=_MAX_POINTS,
         section_colours=SECTION_COLOURS,
         now=time.time(),
@@ -111,7 +113,8 @@ def write_report(run_dirs: Sequence[Path], path: Path) -> None:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         license=Markup(_source("uPlot-LICENSE")),
     )
-    replace_text(path, text)
+    left = _MAX_PAGE_BYTES - len(render(pictures={}).encode())
+    replace_text(path, render(pictures=_pictures(runs, min(max(left, 0), _MAX_PICTURE_BYTES))))
 
 
 def _source(name: str) -> str:
@@ -400,7 +403,7 @@ def _shade(number: int, of: Sequence[Any]) -> str:
 # --- Pictures ---
 
 
-def _pictures(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+def _pictures(runs: Sequence[Run], max_bytes: int) -> dict[str, list[dict[str, Any]]]:
     """Set → strips: the pictures (optimizer step → data URI) of one run, drawn with one kind of weights."""
     found: dict[str, dict[tuple[int, str], dict[int, Path]]] = {}
     for run in runs:
@@ -415,17 +418,17 @@ def _pictures(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     count = sum(map(len, found.values()))
     return {
         name: [
-            {"run": runs[number].label, "weights": _WEIGHTS.get(weights, ""), **_strip(paths, count)}
+            {"run": runs[number].label, "weights": _WEIGHTS.get(weights, ""), **_strip(paths, count, max_bytes)}
             for (number, weights), paths in sorted(strips.items())
         ]
         for name, strips in sorted(found.items(), key=lambda item: (item[0] == "batch", item[0]))
     }
 
 
-def _strip(paths: Mapping[int, Path], num_strips: int) -> dict[str, Any]:
+def _strip(paths: Mapping[int, Path], num_strips: int, max_bytes: int) -> dict[str, Any]:
     """As many steps as a share of the limits allows, at equal distances, with the first and the last one. The newest
     picture tells how many there is room for."""
-    steps, left, pictures, captions = sorted(paths), _MAX_PICTURE_BYTES // num_strips, {}, {}
+    steps, left, pictures, captions = sorted(paths), max_bytes // num_strips, {}, {}
     newest, num_pixels, is_small = _picture(paths[steps[-1]])
     room = min(_MAX_READ_PIXELS // num_strips // num_pixels, left // len(newest)) if newest else len(steps)
     places = np.linspace(0, len(steps) - 1, max(2, min(room, len(steps)))).round().astype(int)

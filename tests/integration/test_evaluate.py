@@ -28,6 +28,7 @@ from sd_training.config.schema import ModelConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.evaluation.measure import read_rows, write_rows
 from sd_training.evaluation.pictures import weights_of_run
+from sd_training.evaluation.report import PAGE
 from sd_training.export.pipeline import exported_step
 from sd_training.log import RunLog
 from tests.faults.fork_server import shared_server
@@ -68,7 +69,9 @@ def test_average_and_raw_weights_of_a_run(
     evaluate.main([*words, "--dry-run"])
     assert "average weights: 4 pictures, 4 to be drawn" in capsys.readouterr().out
     assert not list(run_dir.rglob("evaluation/step_2/*")) and not (run_dir / "evaluation.csv").exists()
+    (run_dir / PAGE).write_text("as when the run ended")
     evaluate.main(words)
+    assert "fd_dinov2" in (run_dir / PAGE).read_text()
     rows = {(row["weights"], row["metric"]): row for row in read_rows(run_dir / "evaluation.csv")}
     assert len(rows) == 14 and {row["step"] for row in rows.values()} == {"2"}
     values = [float(rows[name, "fd_dinov2"]["value"]) for name in ("average", "trained")]

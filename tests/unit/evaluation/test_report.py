@@ -247,6 +247,10 @@ def test_pictures_fit_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (captions,) = (image["data-captions"] for image in page.of("img") if "data-captions" in image)
     assert captions == f"a cat\n{EVIL}\n"
     assert len((run.parent / PAGE).read_bytes()) < without + 210_000 < 400_000
+    monkeypatch.setattr(report, "_MAX_PICTURE_BYTES", 3_600_000)
+    monkeypatch.setattr(report, "_MAX_PAGE_BYTES", without + 100_000)  # what else is on the page has taken the rest
+    page_of(run)
+    assert without + 20_000 < len((run.parent / PAGE).read_bytes()) < without + 110_000
     monkeypatch.setattr(report, "_MAX_READ_PIXELS", 64 * 48 * 12)  # of three strips
     steps = [
         int(str(image["data-step"])) for image in page_of(run).of("img") if str(image["alt"]).startswith("previews")
