@@ -122,6 +122,7 @@ def build_run(
     mirror = make_mirror(plan)
     start = find_start(plan, mirror)
     run_lock = own_run_dir(plan, mirror)
+    times.end("run folder")
     if run_log is not None:
         run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
