@@ -152,8 +152,7 @@ def has_ended(args: argparse.Namespace) -> bool:
 
 
 def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> None:
-    """Output, rows, TensorBoard where the run has it, and the page of a run that has ended; one that trains sends the
-    rows to W&B.
+    """Output, rows, and TensorBoard where the run has it; a run that trains sends the rows to W&B.
 
     Raises:
         UserError: the rows cannot be written.
@@ -172,10 +171,19 @@ def publish(args: argparse.Namespace, weights: Weights, rows: Sequence[Row]) -> 
                 for row in rows:
                     if "value" in row:
                         writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
-        if args.is_run and (page := args.target / PAGE).is_file():
-            write_report([args.target], page)
+    except OSError as error:
+        print_error(DataError(f"{args.out / ROWS} is written, TensorBoard's file is not: {error}"))
+
+
+def renew_page(args: argparse.Namespace) -> None:
+    """Of a run that has ended: it was written before this was measured."""
+    page = args.target / PAGE
+    if args.dry_run or not args.is_run or not page.is_file():
+        return
+    try:
+        write_report([args.target], page)
     except Exception as error:  # the rows are safe, whatever it is
-        print_error(DataError(f"{args.out / ROWS} is written, but not all that shows it: {first_line(error)}"))
+        print_error(DataError(f"{page}: cannot be written: {first_line(error)}"))
 
 
 def planned_steps(run_dir: Path) -> int:
@@ -327,6 +335,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if not args.watch:
                     raise
                 print_error(error)
+            finally:
+                if rank == 0:
+                    renew_page(args)
     if lost and not args.watch:
         raise lost[0]
 

@@ -32,7 +32,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
+from scripts.quickstart import data_overrides, part_overrides
 from sd_training.cli import check_counts, run_cli
 from sd_training.errors import UserError
 
@@ -83,11 +85,11 @@ def write_inception(path: Path) -> None:
 
 
 @contextmanager
-def start(words: list[str], core: int, **options: object) -> "Iterator[subprocess.Popen[bytes]]":
+def start(words: list[str], core: int, output: BinaryIO | None = None) -> "Iterator[subprocess.Popen[bytes]]":
     """A program on this core alone, until left."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = ["taskset", "-c", f"{core}", *words]
-    process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **options)  # type: ignore[call-overload]
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=output)
     try:
         yield process
     finally:
@@ -98,11 +100,9 @@ def start(words: list[str], core: int, **options: object) -> "Iterator[subproces
 
 def train_words(folder: Path, home: Path) -> list[str]:
     """The run `home/run`, without end."""
-    words = [sys.executable, "train.py", "config=configs/quickstart_unet.yaml", f"experiment.log_dir={home}"]
-    words += ["experiment.name=run", "experiment.num_examples_to_see=100_000_000", "system.batch_size=64"]
-    words += [f"model.vae.pretrained={folder / 'runs/autoencoder/current_pipeline'}", "trainer.accelerator=cpu"]
-    words += [f"model.{part}.pretrained={folder / 'text'}" for part in ("text_encoder", "tokenizer")]
-    return [*words, f"dataset.params.path={folder / 'data'}", "logging.every=1"]
+    words = [sys.executable, "train.py", "config=configs/quickstart_unet.yaml", *data_overrides(folder)]
+    words += [*part_overrides(folder), f"experiment.log_dir={home}", "experiment.name=run", "system.batch_size=64"]
+    return [*words, "experiment.num_examples_to_see=100_000_000", "trainer.accelerator=cpu", "logging.every=1"]
 
 
 def other_words(name: str, folder: Path, home: Path) -> list[str]:
@@ -123,7 +123,7 @@ def measure(folder: Path, beside: str, turns: int, turn_s: float, home: Path) ->
     os.sched_setaffinity(0, {1})  # reading the rows takes nothing from the training
     write_inception(home / "inception.safetensors")
     steps_s: dict[str, list[float]] = {"stopped": [], "continued": []}
-    with (home / "train.log").open("wb") as log, start(train_words(folder, home), 0, stdout=log, stderr=log) as process:
+    with (home / "train.log").open("wb") as log, start(train_words(folder, home), 0, log) as process:
         training = Training(process, home / "run/metrics.jsonl")
         while not (home / "run/exported_step").exists():
             training.new_steps_s()

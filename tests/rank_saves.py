@@ -17,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 from scripts import score_digits
+from scripts.quickstart import data_overrides, part_overrides, pipeline_dir
 from sd_training.cli import run_cli
 from sd_training.errors import DataError
 
@@ -26,14 +27,13 @@ EVERY, LAST, LEAST_PAIRS = 100, 500, 10
 
 def train(folder: Path, home: Path) -> dict[str, Path]:
     """Name of a save → its pipeline, the worst first."""
-    words = [sys.executable, "train.py", "config=configs/quickstart_unet.yaml", f"experiment.log_dir={home}"]
-    words += ["experiment.name=run", f"experiment.num_examples_to_see={64 * LAST}", "system.batch_size=64"]
-    words += [f"experiment.save_every={EVERY}", "experiment.save_only_most_recent=false", "sampling.every=0"]
-    words += [f"model.vae.pretrained={folder / 'runs/autoencoder/current_pipeline'}", "logging.batch_every=0"]
-    words += [f"model.{part}.pretrained={folder / 'text'}" for part in ("text_encoder", "tokenizer")]
-    subprocess.run([*words, f"dataset.params.path={folder / 'data'}"], cwd=ROOT, check=True)
+    words = [sys.executable, "train.py", "config=configs/quickstart_unet.yaml", *data_overrides(folder)]
+    words += [*part_overrides(folder), f"experiment.log_dir={home}", "experiment.name=run", "system.batch_size=64"]
+    words += [f"experiment.num_examples_to_see={64 * LAST}", f"experiment.save_every={EVERY}"]
+    words += ["experiment.save_only_most_recent=false", "sampling.every=0", "logging.batch_every=0"]
+    subprocess.run(words, cwd=ROOT, check=True)
     saves = {f"step {step}": home / f"run/pipelines/step_{step}" for step in range(EVERY, LAST + 1, EVERY)}
-    return {**saves, "the quickstart's": folder / "runs/digits/current_pipeline"}
+    return {**saves, "the quickstart's": pipeline_dir(folder)}
 
 
 def fid(pipeline: Path, home: Path) -> tuple[float, float, float]:

@@ -90,7 +90,7 @@ class Runtime(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collects cycles of the step, and from time to time older ones."""
-        if not self._is_warm and trainer.is_global_zero:
+        if not self._is_warm:
             self.times.end("first optimizer step")
             log.info(self.times.sentence())
         self._is_warm = True

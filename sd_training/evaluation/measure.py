@@ -127,7 +127,7 @@ def measure(
             network.module.to(device)
             drawn = _features(network, (Image.open(path) for path in pictures), len(pictures), f"{name}, drawn")
             if network.encode_texts is not None:
-                inputs[_TEXTS] = torch.cat([network.encode_texts(part) for part in _batches(prompts, device)])
+                inputs[_TEXTS] = torch.cat([network.encode_texts(part) for part in _batches(prompts, network.device)])
             inputs[_REAL] = _real_features(name, network, real(), cache)
         except Exception as error:  # of files, libraries and devices; the other networks are still measured
             reason = _sentence(error)
@@ -155,7 +155,7 @@ def _features(network: FeatureNetwork, images: Iterable[Image.Image], count: int
     """[N, D]"""
     with tqdm(total=count, desc=title, unit="images") as bar:
         parts = []
-        for part in _batches(images, next(network.module.parameters()).device):
+        for part in _batches(images, network.device):
             parts.append(network(part))
             bar.update(len(part))
     return torch.cat(parts)

@@ -45,12 +45,17 @@ class FeatureNetwork:
     encode_texts: Callable[[Sequence[str]], Tensor] | None = None
     """Texts → [B, D]."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.module.parameters()).device
+
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] float32 on the CPU."""
         pixels = torch.stack([self.prepare(image.convert("RGB")) for image in images])
         # TF32, which cuDNN's convolutions use by default, keeps three digits.
         with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return self.encode(pixels.to(next(self.module.parameters()).device)).float().cpu()
+            return self.encode(pixels.to(self.device)).float().cpu()
 
     def fingerprint(self) -> str:
         """sha256 of its weights."""
