@@ -196,7 +196,7 @@ def _callbacks(
 
     names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
     rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
-    every, profiled = config.logging.every, config.logging.profile_steps
+    every, shown_every, profiled = config.logging.every, config.logging.batch_every, config.logging.profile_steps
     gradient_norms = GradientNorms(every) if config.logging.gradient_norms else None
     peak = config.logging.peak_tflops
     if peak is None and plan.launch.accelerator == "cuda":
@@ -224,7 +224,7 @@ def _callbacks(
         Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak, encoder_times),
         validation,
         *_pictures(plan, trained, ema, run_state),
-        BatchPictures(run_dir, config.logging.batch_every, data.tokenizers) if config.logging.batch_every else None,
+        BatchPictures(run_dir, shown_every, data.tokenizers, plan.precision) if shown_every else None,
         saves,
         Evaluation(run_dir, config.evaluation.device, every) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
@@ -394,7 +394,8 @@ class LogWriter(NamedTuple):
     """The functions of TensorBoard or W&B for numbers and pictures of an optimizer step, and for the end."""
 
     metrics: Callable[[Mapping[str, float], int | None], object]
-    picture: Callable[[str, Image.Image, int], object]
+    picture: Callable[[str, Image.Image, int, str], object]
+    """Tag, picture, step, caption; without a caption the last one is empty."""
     finish: Callable[[], object]
 
 
@@ -430,9 +431,9 @@ class RunLogger(Logger):
         """Numbers of an optimizer step."""
         self._do(lambda writer: writer.metrics(metrics, step))
 
-    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
+    def log_picture(self, tag: str, picture: Image.Image, step: int, caption: str) -> None:
         """A picture of an optimizer step."""
-        self._do(lambda writer: writer.picture(tag, picture, step))
+        self._do(lambda writer: writer.picture(tag, picture, step, caption))
 
     def finalize(self, status: str) -> None:
         """Writes or sends what is queued."""
@@ -457,9 +458,15 @@ class RunLogger(Logger):
 
 def _begin_tensorboard(plan: Plan) -> LogWriter:
     writer: Any = SummaryWriter(str(plan.run_dir / "tensorboard"))
+
+    def picture(tag: str, picture: Image.Image, step: int, caption: str) -> None:
+        writer.add_image(tag, np.asarray(picture), step, dataformats="HWC")
+        if caption:
+            writer.add_text(tag, caption.replace("\n", "  \n"), step)  # Markdown: two blanks end a line
+
     return LogWriter(
         lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()],
-        lambda tag, picture, step: writer.add_image(tag, np.asarray(picture), step, dataformats="HWC"),
+        picture,
         writer.close,
     )
 
@@ -492,7 +499,9 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
     log.info(f"W&B: {where}")
     return LogWriter(
         lambda metrics, step: run.log({**metrics, _STEP: step}),
-        lambda tag, picture, step: run.log({tag: [wandb.Image(picture)], _STEP: step}),
+        lambda tag, picture, step, caption: run.log(
+            {tag: [wandb.Image(picture, caption=caption or None)], _STEP: step}
+        ),
         run.finish,
     )
 

@@ -103,11 +103,11 @@ class RunState:
         return nullcontext() if self.watch is None else self.watch.inside(section)
 
 
-def log_picture(trainer: pl.Trainer, name: str, picture: Image.Image, step: int) -> None:
+def log_picture(trainer: pl.Trainer, name: str, picture: Image.Image, step: int, caption: str = "") -> None:
     """To all loggers."""
     loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
     for logger in loggers:
-        logger.log_picture(name, picture, step)
+        logger.log_picture(name, picture, step, caption)
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, log_picture
 from sd_training.callbacks.ema import Ema, export_weights
@@ -146,9 +145,9 @@ class Pictures(OptimizerStepCallback):
 
 @dataclass(eq=False)
 class BatchPictures(OptimizerStepCallback):
-    """Keeps the first pictures and captions of a step's last micro-batch, on rank 0, and what a frozen autoencoder
-    makes of the pictures. They are those of the loader; where a cache or encoder processes deliver latents, there are
-    captions alone."""
+    """Keeps the first pictures and captions of a step's last micro-batch, of rank 0, and what the autoencoder makes of
+    the pictures. They are those of the loader; where a cache or encoder processes deliver latents, there are captions
+    alone."""
 
     section = "drawing"
 
@@ -158,6 +157,8 @@ class BatchPictures(OptimizerStepCallback):
     """Optimizer steps between batches."""
     tokenizers: Mapping[str, Tokenizer]
     """Text encoder → what has made its tokens. The first one's are read: a caption that was dropped for it is empty."""
+    precision: str
+    """Autocast type, as in training."""
     _batch: PixelBatch | None = field(default=None, init=False)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -167,35 +168,46 @@ class BatchPictures(OptimizerStepCallback):
         self._batch = None
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """What cannot be written is lost, and the run continues."""
-        if self._batch is None or not trainer.is_global_zero or not self.is_due(trainer, step, self.every):
+        """Collective: an autoencoder that is trained may lie in pieces on all ranks. What cannot be written is lost,
+        and the run continues."""
+        if self._batch is None or not self.is_due(trainer, step, self.every):
+            return
+        grids = self._grids(trainer, module, self._batch)
+        if not trainer.is_global_zero:
             return
         path = self.run_dir / "samples" / f"step_{step}" / "batch.png"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if captions := self._captions(self._batch):
-                path.with_suffix(".txt").write_text("".join(f"{line}\n" for line in captions), encoding="utf-8")
-            for name, grid in self._grids(module, self._batch.pixels).items():
+            if captions := "".join(f"{line}\n" for line in self._captions(self._batch)):
+                path.with_suffix(".txt").write_text(captions, encoding="utf-8")
+            for name, grid in grids.items():
                 grid.save(path.with_name(f"{name}.png"))
-                log_picture(trainer, name, grid, step)
+                log_picture(trainer, name, grid, step, captions if name == path.stem else "")
         except OSError as error:
             log.error(f"the batch of step {step:,} could not be written: {error}")
 
-    def _grids(self, module: TrainedModule, pixels: Tensor) -> dict[str, Image.Image]:
-        if not pixels.numel():
-            return {}
-        shown = pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
-        grids = {"batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS)}
-        if isinstance(module, DiffusionModule):
-            pixels, precision, at_once = pixels[:_RECONSTRUCTIONS], module.vae_precision, module.vae_batch or 1
-            # Compiled modules run as they were written, as for drawing.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once).chunk(2, dim=1)
+    def _grids(self, trainer: pl.Trainer, module: TrainedModule, batch: PixelBatch) -> dict[str, Image.Image]:
+        """Of rank 0 by the name of the file; of the others none."""
+        # Compiled modules run as they were written, as for drawing.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            if not isinstance(module, DiffusionModule):
+                with export_weights(module, None), autocast(module.device, self.precision):
+                    pairs = module.held_out_measures(batch, (0.0,))[1]
+            elif trainer.is_global_zero and batch.pixels.numel():
+                pixels, precision, at_once = batch.pixels[:_RECONSTRUCTIONS], module.vae_precision, module.vae_batch
+                mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once or 1).chunk(2, dim=1)
                 with autocast(pixels.device, precision):
-                    decoded = torch.cat([module.family.decode(part).float() for part in mean.split(at_once)])
-            pairs = torch.cat((pixels, byte_pixels(decoded)), dim=3).cpu()
-            grids["batch_reconstructions"] = comparison_grid(pairs, _RECONSTRUCTIONS_PER_ROW)
-        return grids
+                    decoded = [module.family.decode(part).float() for part in mean.split(at_once or 1)]
+                pairs = torch.cat((pixels, byte_pixels(torch.cat(decoded))), dim=3)
+            else:
+                return {}
+        if pairs is None or not trainer.is_global_zero:
+            return {}
+        shown = batch.pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
+        return {
+            "batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS),
+            "batch_reconstructions": comparison_grid(pairs[:_RECONSTRUCTIONS].cpu(), _RECONSTRUCTIONS_PER_ROW),
+        }
 
     def _captions(self, batch: PixelBatch) -> list[str]:
         """One line each, as the tokenizer reads its tokens back; none where no tokens are delivered."""

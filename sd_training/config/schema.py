@@ -926,8 +926,8 @@ class LoggingConfig(OptionGroup):
     DeepSpeed, which keeps the gradients."""
     batch_every: Count = 0
     """Every so many optimizer steps, and at the last one, keep the first pictures of rank 0's micro-batch as the
-    network gets them, cropped and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in
-    the loggers; of a frozen autoencoder also its reconstructions, `batch_reconstructions.png`; 0: never."""
+    network gets them, cropped and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, both in
+    the loggers; also what the autoencoder makes of the first 16, `batch_reconstructions.png`; 0: never."""
 
 
 class Config(OptionGroup):

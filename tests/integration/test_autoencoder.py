@@ -146,9 +146,17 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
             16,
             distributed__strategy=strategy,
             system__batch_size=4,
+            logging__batch_every=10,
             **common,
         )
         train_in_processes(argv, 2)
+        batch, compared = (
+            np.asarray(Image.open(run_dir / f"samples/step_10/{name}.png")).astype(int)
+            for name in ("batch", "batch_reconstructions")
+        )
+        picture, reconstruction, difference = np.split(compared[:, :48], 3, axis=1)
+        assert batch.shape == (16, 4 * 16, 3) and (picture == batch[:, :16]).all()
+        assert (abs(reconstruction - picture) == difference).all() and difference.any()
         assert losses(run_dir) == pytest.approx(losses(tmp_path / "single"), rel=1e-3)
         expected, found = measured(tmp_path / "single", 16), measured(run_dir, 16)
         for name in found:  # the distance of features is what remains of large terms: 5e-5

@@ -176,6 +176,9 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
     assert (parts[0] == batch[:16, :16]).all() and (parts[2] == abs(parts[1] - parts[0])).all()
     captions = (run_dir / "samples/step_8/batch.txt").read_text().splitlines()
     assert len(captions) == 8 and set(captions) <= {"a red picture", "a green picture", "a blue picture", ""}
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    (logged,) = events.Tensors("batch/text_summary")
+    assert logged.step == 8 and logged.tensor_proto.string_val[0].decode().split("  \n")[:-1] == captions
     assert Image.open(run_dir / "samples/step_8/eval_grid.png").size == (48, 16)
     shutil.rmtree(run_dir / "samples" / "step_0")
     train([*argv, "experiment.num_examples_to_see=72"])

@@ -75,7 +75,7 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path: Path, caplog: py
     logger = RunLogger("TensorBoard", lambda: LogWriter(add, lambda *_: None, writer.close))
     logger.save()
     logger.log_metrics({"loss": 1.0}, 0)
-    logger.log_picture("previews", Image.new("RGB", (8, 8)), 0)
+    logger.log_picture("previews", Image.new("RGB", (8, 8)), 0, "")
     with file_size_limit(0):
         for step in range(1, 100):
             logger.log_metrics({"loss": 1.0}, step)
