@@ -42,6 +42,9 @@ class CaptionConfig(OptionGroup):
     other name a metadata field; weights count among the fields that a sample has. null: the sample's own."""
     text: str | None = None
     """The caption of every sample, in place of all others, such as `a photo of sks dog`; null: those of the samples."""
+    openings: list[_Text] = Field(default=[])
+    """Beginnings to take off a caption, in any case, such as `the image shows`: the longest one that fits, with blanks
+    and punctuation after it. The rest begins with a capital; a caption of nothing else stays."""
     prefix: str = ""
     """Put before every caption."""
     suffix: str = ""

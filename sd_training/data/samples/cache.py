@@ -288,7 +288,8 @@ def data_key(
         key[f"files of {option}.path"] = dataset.index.fingerprint
         if has_text:
             prompts = read_class_prompts(entry.params)[0] if entry.type == "ClassificationWebDataset" else {}
-            rules = [entry.type, entry.params.captions.model_dump(), entry.params.tags.model_dump(), prompts]
+            chosen = (rules.model_dump(exclude_defaults=True) for rules in (entry.params.captions, entry.params.tags))
+            rules = [entry.type, *chosen, prompts]
             digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
             key[f"rules of {option}.captions, tags or idx_to_prompt"] = digest
     return key

@@ -7,6 +7,7 @@ captions in it), `tag_shuffle`, `tag_drop` and `tag_order` (tag folders).
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,10 +153,18 @@ def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
 
 
 def finish_caption(caption: str, rules: CaptionConfig, rng: Generators) -> str:
-    """Tags, prefix and suffix for a caption that is drawn already."""
+    """Opening, tags, prefix and suffix for a caption that is drawn already."""
+    caption = _without_opening(caption, rules.openings)
     if rules.tag_separator:
         caption = _arrange_tags(caption, rules.tag_separator, rules, rng)
     return f"{rules.prefix}{caption}{rules.suffix}"
+
+
+def _without_opening(caption: str, openings: Sequence[str]) -> str:
+    """Takes off the longest opening that ends where a word does."""
+    ends = [m.end() for o in openings if (m := re.match(rf"{re.escape(o)}(?!\w)", caption, re.IGNORECASE))]
+    rest = caption[max(ends) :].lstrip(" \t\n,.:;-") if ends else ""
+    return rest[0].upper() + rest[1:] if rest else caption
 
 
 def _entry(entries: Sequence[str], purpose: str, rng: Generators) -> str:

@@ -101,6 +101,23 @@ def test_unknown_fields_are_named_with_those_there_are() -> None:
         check_fields(rules, {f"field{i}" for i in range(100)})
 
 
+@pytest.mark.parametrize(
+    ("caption", "finished"),
+    [
+        ("The image shows a dog.", "A dog."),
+        ("the IMAGE shows: a dog", "A dog"),
+        ("The image depicts, in ink, a cat", "In ink, a cat"),  # the longest, not the first
+        ("The images show a dog", "The images show a dog"),
+        ("A dog. The image shows it", "A dog. The image shows it"),
+        ("The image shows.", "The image shows."),
+        ("", ""),
+    ],
+)
+def test_openings_are_taken_off(caption: str, finished: str) -> None:
+    rules = CaptionConfig(openings=["the image", "the image shows", "the image depicts"])
+    assert finish_caption(caption, rules, no_draws) == finished
+
+
 def test_tags_stay_as_written_but_for_spaces() -> None:
     assert chosen({"caption": "a,b ,  , c d,"}, CaptionConfig(tag_separator=", ")) == "a, b, c d"
     assert chosen({"caption": "a  b\nc"}, CaptionConfig(tag_separator=" ")) == "a b\nc"
