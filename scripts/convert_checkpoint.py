@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sd_training.checkpoint.folder import whole_file
 from sd_training.cli import run_cli
 from sd_training.config.plan import counted
 from sd_training.config.value_types import path_argument
@@ -144,12 +145,10 @@ def convert(source: Path, target: Path, key: str | None = None) -> int:
     from safetensors.torch import save_file
 
     found = load(source, key)
-    partial = target.with_name(f"{target.name}.partial")
     try:
-        save_file(found, partial, metadata={"format": "pt"})
-        os.replace(partial, target)
+        with whole_file(target) as beside:
+            save_file(found, beside, metadata={"format": "pt"})
     except Exception as error:
-        partial.unlink(missing_ok=True)
         raise DataError(f"{target}: cannot be written: {error}") from None
     return len(found)
 

@@ -44,7 +44,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from scripts.generate_examples import DTYPES, choose_device, launched_group
 from scripts.make_webdataset import MAX_PIXELS, open_input
-from sd_training.checkpoint.folder import replace_text
+from sd_training.checkpoint.folder import replace_text, whole_file
 from sd_training.data.index.store import load_index
 from sd_training.data.samples.image import decode
 from sd_training.data.sources.base import NUMBER, TEXT, DatasetIndex, IndexedReader
@@ -198,9 +198,8 @@ def write_captions(args: argparse.Namespace, rank: int, world: int, scratch: Pat
         for path in missing:
             table = part_table(index, reader, files[path], captions_of, args.batch_size)
             bar.update(len(files[path]))
-            partial = path.with_name(f".{path.name}.partial")
-            pq.write_table(table, partial, compression="none", row_group_size=100)
-            os.replace(partial, path)
+            with whole_file(path) as beside:
+                pq.write_table(table, beside, compression="none", row_group_size=100)
 
 
 def report(out: Path) -> str:

@@ -7,7 +7,6 @@ nothing).
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sd_training.build.models import text_precision, vae_precision
 from sd_training.build.plan import Plan
-from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, replace_text, system_error, write_failure
+from sd_training.checkpoint.folder import flush, flush_file, replace_text, system_error, whole_file, write_failure
 from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData
@@ -469,16 +468,13 @@ class CacheBuilder:
 
     def _write(self, name: str, tensors: dict[str, Tensor], bad: Mapping[int, str]) -> None:
         """One file, which has its name once it is whole and on the disk."""
-        path = self.folder / name
-        partial_path = path.with_name(f"{name}.partial")
         metadata = {"identity": self.identity, "bad": json.dumps(bad), "sha256": _content_digest(tensors)}
         try:
-            save_file({key: value.contiguous() for key, value in tensors.items()}, partial_path, metadata)
-            flush_file(partial_path)
-            os.replace(partial_path, path)
+            with whole_file(self.folder / name) as beside:
+                save_file({key: value.contiguous() for key, value in tensors.items()}, beside, metadata)
+                flush_file(beside)
             flush(self.folder)
         except (OSError, SafetensorError) as error:
-            remove_quietly(partial_path)
             raise SaveError(f"out: {write_failure(name, self.folder, system_error(error) or error)}") from error
 
     def _is_whole(self, name: str) -> bool:

@@ -266,7 +266,7 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
     changed, problems = _changes(plan, own)
     if own is not None and source == str(own):
-        problems += _state_problems(plan, own, bool(problems))
+        problems += _state_problems(plan, own)
     if problems:
         raise ConfigError(problems)
     return Start(run_dir, plan.batch.num_steps, step, source, changed)
@@ -279,7 +279,7 @@ def _new_start(plan: Plan) -> Start:
         return Start(plan.run_dir, num_steps)
     folder = source_checkpoint(Path(options.start_from), contents=False)
     step = 0 if "data" in options.reset else step_of(folder)
-    problems = _state_problems(plan, folder, False, options)
+    problems = _state_problems(plan, folder, options)
     if step >= num_steps:
         length = f"the run has {counted(num_steps, 'optimizer step')}, and {folder} is after {step:,}"
         problems.append(f"{options.length_option}: {length}; raise it, or add data to experiment.reset")
@@ -312,12 +312,11 @@ def _options_of(checkpoint: Path) -> str:
     return ""
 
 
-def _state_problems(plan: Plan, folder: Path, is_refused: bool, begun: ExperimentConfig | None = None) -> list[str]:
+def _state_problems(plan: Plan, folder: Path, begun: ExperimentConfig | None = None) -> list[str]:
     """Why a checkpoint cannot continue with these options, as far as it is known without model and data; the rest is
     found when it is loaded.
 
     Args:
-        is_refused: the run does not start anyway; changed options of the data are then named in any case.
         begun: how a new run begins with the checkpoint of another one.
     """
     try:
@@ -333,8 +332,7 @@ def _state_problems(plan: Plan, folder: Path, is_refused: bool, begun: Experimen
     given = {key: value_of(config, key) for key in trained if key in options()}
     trained_problem = changed_requirements(trained, {key: value for key, value in given.items() if value is not None})
     before = state.get(TrainingData.__qualname__, {})
-    is_refused = is_refused or bool(trained_problem)
-    data_problem = order_problem(before, config.dataset, plan.batch, config.experiment.seed, is_refused=is_refused)
+    data_problem = order_problem(before, config.dataset, plan.batch, config.experiment.seed)
     return [problem for problem in (trained_problem, data_problem) if problem]
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, write_failure
+from sd_training.checkpoint.folder import flush, flush_file, whole_file, write_failure
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger
@@ -416,15 +416,13 @@ def write_snapshot(run_dir: Path, step: int, sigma_rel: float, tensors: Mapping[
         OSError: it could not be written; names the file and free space. An older file is as it was.
     """
     path = snapshot_path(run_dir, step, sigma_rel)
-    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().to("cpu", torch.float32).contiguous() for n, t in tensors.items()}, partial)
-        flush_file(partial)
-        os.replace(partial, path)
+        with whole_file(path) as beside:
+            save_file({n: t.detach().to("cpu", torch.float32).contiguous() for n, t in tensors.items()}, beside)
+            flush_file(beside)
         for folder in (path.parent, path.parent.parent, run_dir):
             flush(folder)
     except (OSError, SafetensorError) as error:
-        remove_quietly(partial)
         raise write_failure("EMA snapshot", path, error) from error
     return path

@@ -36,8 +36,9 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -581,25 +582,34 @@ def remove_quietly(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes a small file beside `path` and renames it, so that `path` is whole after a kill or on a full disk: the new
-    one or the one before. Links are followed; a device or a pipe is written to, as a rename would put an end to it.
+@contextmanager
+def whole_file(path: Path, writer: object = "") -> Iterator[Path]:
+    """A file to write beside `path`, which is flushed and takes that name at the end: after a kill or on a full disk
+    `path` is whole, the new one or the one before. After an error nothing is left beside; after a kill the next writer
+    of the same name begins anew.
 
-    Raises:
-        OSError: it could not be written; nothing is left beside.
+    Args:
+        writer: name of one of several processes that may write `path` at once; the last whole file stays.
     """
+    beside = path.with_name(f"{path.name}.{writer}.partial" if writer else f"{path.name}.partial")
+    try:
+        yield beside
+        flush(beside)
+        os.replace(beside, path)
+    except BaseException:
+        remove_quietly(beside)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small `whole_file`. Links are followed; a device or a pipe is written to, as a rename would put an end
+    to it."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    beside = path.with_name(f"{path.name}.partial")
-    try:
+    with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
-        flush(beside)
-        os.replace(beside, path)
-    except OSError:
-        remove_quietly(beside)
-        raise
 
 
 def system_error(error: Exception) -> OSError | None:

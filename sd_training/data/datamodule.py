@@ -363,9 +363,7 @@ class TrainingData(pl.LightningDataModule):
         return self.plan.global_batch // (2 if self.is_paired else 1)
 
 
-def order_problem(
-    before: Mapping[str, Any], dataset: DatasetConfig, plan: BatchPlan, seed: int, *, is_refused: bool
-) -> str:
+def order_problem(before: Mapping[str, Any], dataset: DatasetConfig, plan: BatchPlan, seed: int) -> str:
     """The error of a checkpoint whose samples come in another order, as far as options tell without the data; names
     changed options of the data as well. Empty where the order is the same, or may change.
 
@@ -374,14 +372,11 @@ def order_problem(
         dataset: of this start.
         plan: of this start.
         seed: of this start.
-        is_refused: the run does not start anyway; changed options of the data are then named in any case.
     """
     if dataset.params.allow_change or not before:
         return ""
-    changed = _option_changes(before, _options(dataset))
-    if order := _order_changes(before, _order(dataset, plan, seed)):
-        return _other_data([*changed, *order])
-    return f"options of the data have changed, too: {'; '.join(changed)}" if is_refused and changed else ""
+    order = _order_changes(before, _order(dataset, plan, seed))
+    return _other_data([*_option_changes(before, _options(dataset)), *order]) if order else ""
 
 
 def _other_data(changed: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from sd_training.checkpoint.folder import replace_text
+from sd_training.checkpoint.folder import replace_text, whole_file
 from sd_training.data.datamodule import HeldOutData
 from sd_training.errors import BadSample, ConfigError, DataError
 from sd_training.evaluation import distances
@@ -174,9 +174,8 @@ def _real_features(name: str, network: FeatureNetwork, real: RealPictures, cache
         return load_file(path)["features"]
     except (OSError, SafetensorError, KeyError):  # none yet, or cut short
         features = _features(network, real.images(), len(real), f"{name}, real")
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    save_file({"features": features}, partial)
-    os.replace(partial, path)
+    with whole_file(path, os.getpid()) as beside:
+        save_file({"features": features}, beside)
     return features
 
 

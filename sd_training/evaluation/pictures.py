@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sd_training.checkpoint.folder import MANIFEST_NAME, folder_name
+from sd_training.checkpoint.folder import MANIFEST_NAME, folder_name, whole_file
 from sd_training.checkpoint.save import WEIGHTS, open_checkpoint
 from sd_training.config.schema import Config, ModelConfig
 from sd_training.errors import ConfigError, DataError
@@ -147,9 +147,8 @@ class DrawnSet:
             try:
                 files[0].parent.mkdir(parents=True, exist_ok=True)
                 for i, image in zip(numbers, shown, strict=True):
-                    partial = files[i].with_suffix(f".{os.getpid()}.partial")
-                    image.save(partial, format="PNG")
-                    os.replace(partial, files[i])
+                    with whole_file(files[i], os.getpid()) as beside:
+                        image.save(beside, format="PNG")
             except torch.OutOfMemoryError:
                 count = f"{sampling.batch_size} pictures at once"
                 raise ConfigError(f"sampling.batch_size: {count} do not fit into {device}; give fewer") from None

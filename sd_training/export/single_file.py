@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sd_training.checkpoint.folder import whole_file
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.pipeline import bit_differences, modelspec, save_sorted
 
@@ -54,7 +55,6 @@ def write_single_file(folder: Path, target: Path) -> int:
         DataError: diffusers would not read back what is in the folder, or the file cannot be written.
     """
     tensors = original_layout(folder)
-    partial = target.with_name(f"{target.name}.partial")
     files = ("unet/config.json", "vae/config.json", "scheduler/scheduler_config.json")
     unet, vae, scheduler = (json.loads((folder / name).read_bytes()) for name in files)
     family = "sdxl" if (folder / "text_encoder_2").is_dir() else "stable_diffusion"
@@ -62,14 +62,12 @@ def write_single_file(folder: Path, target: Path) -> int:
     spec = modelspec(family, unet, scheduler.get("prediction_type", "epsilon"), side, target.stem, is_adapter=False)
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_sorted(whole, partial, spec)
-        os.umask(umask := os.umask(0o077))
-        partial.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
-        os.replace(partial, target)
+        with whole_file(target) as beside:
+            save_sorted(whole, beside, spec)
+            os.umask(umask := os.umask(0o077))
+            beside.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
     except (OSError, SafetensorError) as error:
         raise DataError(f"{target}: cannot be written: {error}; name another place") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(tensors)
 
 

@@ -4,12 +4,10 @@ A field is a function of the place in the picture, so a crop is evaluated where 
 is decoded or resized, whatever its size.
 """
 
-import io
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from sd_training.config.data_schema import RemoteConfig, SyntheticConfig
 from sd_training.data.order.order import generator
@@ -55,13 +53,6 @@ class _FieldReader(IndexedReader):
     """Makes the pictures; captions are in the index."""
 
     source: SyntheticSource
-
-    def image(self, sample: int) -> bytes:
-        """The whole picture as a PNG file."""
-        height, width = (self._number(side, sample) for side in ("height", "width"))
-        pixels, stream = self.picture(sample, CropRequest(height, width), height * width).pixels, io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(stream, "PNG")
-        return stream.getvalue()
 
     def picture(self, sample: int, wanted: CropRequest, max_pixels: int, *, keeps_alpha: bool = False) -> CroppedImage:
         """As `IndexedReader.picture`."""

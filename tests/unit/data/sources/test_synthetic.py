@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from sd_training.config.data_schema import SyntheticConfig
 from sd_training.config.plan import BatchPlan
@@ -12,6 +13,7 @@ from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.image import CropRequest, read_image
 from sd_training.data.sources.base import IndexedReader
 from sd_training.errors import CheckpointError
+from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
 
 SIZES = [[48, 64], [64, 48], [40, 40]]
@@ -35,7 +37,9 @@ def test_a_crop_is_that_of_the_whole_picture(tmp_path: Path, sample: int, flip: 
     height, width = SIZES[sample]
     for side, tolerance in ((min(height, width), 0.0), (32, 4.0)):  # not resized; resized, cut at whole pixels
         wanted = CropRequest(side, side, 0.3, 0.9, flip)
-        own, read = reader.picture(sample, wanted, 10**6), read_image(reader.image(sample), wanted, 10**6)
+        whole = reader.picture(sample, CropRequest(height, width), 10**6).pixels.transpose(1, 2, 0)
+        file = makers.encode(Image.fromarray(np.ascontiguousarray(whole)), "PNG")
+        own, read = reader.picture(sample, wanted, 10**6), read_image(file, wanted, 10**6)
         assert own.original_size == read.original_size == (height, width)
         assert own.crop_top_left == read.crop_top_left
         assert own.pixels.shape == read.pixels.shape and own.pixels.dtype == np.uint8
