@@ -23,7 +23,8 @@ class PictureFlops:
     network cannot be counted. A new size takes about half a second.
 
     What is trained counts three times its forward pass: 6.8 TFLOP at 256 pixels make FLUX.1's 20.4 per picture, which
-    MLPerf's reference rounds to 20.3. Frozen encoders count once. Networks are counted at the first call, as copies
+    MLPerf's reference rounds to 20.3. What has adapters counts twice, since frozen weights have no gradient, and
+    the adapters do not count. Frozen encoders count once. Networks are counted at the first call, as copies
     without weights, so that sharding, compilation and precision do not matter.
 
     Args:
@@ -33,6 +34,7 @@ class PictureFlops:
 
     def __init__(self, trained: Trained, cached: Collection[str] = ()) -> None:
         self._trained, self._cached = trained, cached
+        self._passes = 2 if trained.module.has_adapters else 3
         self._known: dict[tuple[int, int], float | None] = {}
 
     def __call__(self, height: int, width: int) -> float | None:
@@ -52,19 +54,18 @@ class PictureFlops:
 
     @cached_property
     def _text(self) -> int:
-        """A trained text encoder counts three times."""
+        """Of one caption, in what runs."""
         assert self._family is not None, "is asked of families only"
         running = [name for name in self._family.tokenizers() if name not in self._cached]
-        return text_flops(self._family, running) * (3 if len(self._trained.sharding.roots) > 1 else 1)
+        return text_flops(self._family, running) * (self._passes if len(self._trained.sharding.roots) > 1 else 1)
 
     def _count(self, height: int, width: int) -> float:
         height, width = (side * self._trained.latent_grid.downscale for side in (height, width))
         if (family := self._family) is None:
             pixels = torch.zeros(1, 3, height, width, device=META)
-            return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
+            return self._passes * flops(partial(meta_twin(self._trained.module.network), pixels))
         encoding = 0 if "vae" in self._cached else autoencoder_flops(family, height, width)
-        passes = 2 if self._trained.module.has_adapters else 3  # frozen weights have no gradient
-        return passes * forward_flops(family, height, width) + encoding + self._text
+        return self._passes * forward_flops(family, height, width) + encoding + self._text
 
 
 PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {

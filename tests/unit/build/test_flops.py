@@ -60,6 +60,17 @@ def test_a_picture_costs_what_a_step_executes(
     assert cached is not None and cached * BATCH == 3 * counted.in_network
 
 
+def test_adapters_count_twice_in_text_encoders_too(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    texts = list[float]()
+    for is_adapted in (False, True):
+        changes = {"model__lora__rank": 2, "model__lora__text_encoder": is_adapted}
+        trained = build_model(make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir, **changes))))
+        whole, without = (PictureFlops(trained, cached)(8, 8) for cached in ((), TEXT_PARTS))
+        assert whole is not None and without is not None
+        texts.append(whole - without)
+    assert texts[1] == 2 * texts[0] > 0
+
+
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
     [
