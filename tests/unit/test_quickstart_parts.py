@@ -18,6 +18,10 @@ from scripts import make_digits, quickstart, score_digits
 from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
+from sd_training.evaluation.measure import ROWS, read_rows
+from sd_training.evaluation.report import PAGE
+from sd_training.export.pipeline import EXPORTED_STEP
+from tests.unit.evaluation.test_report import write_run
 
 # --- data and text side
 
@@ -251,6 +255,26 @@ def test_a_new_start_removes_the_old_one_and_resume_keeps_it(tmp_path: Path) -> 
         quickstart.prepare_folder(folder, is_resumed=True, is_quick=False)
     quickstart.prepare_folder(folder, is_resumed=False, is_quick=False)
     assert [path.name for path in folder.iterdir()] == [quickstart.MARKER]
+
+
+def test_the_score_is_on_the_page_of_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "digits")
+    (run / EXPORTED_STEP).write_text("30\n")
+    own = {"drawn": 500, "recognised": 473, "fid": [11.5, 8.25, 15.75]}
+    score = {"guided": own | {"recognised": 500, "fid": [17.25, 13.5, 22.5]}, "unguided": own}
+    (tmp_path / "score.json").write_text(json.dumps(score))
+    quickstart.show_score(tmp_path)
+    text = (run / PAGE).read_text()
+    for said in (
+        "digits_fid",
+        "17.25 [13.5, 22.5] after step 30",
+        "11.5 [8.25, 15.75] after step 30",
+        "0.946 after step",
+    ):
+        assert said in text
+    assert len(read_rows(run / ROWS)) == 4
+    machine = quickstart.choose_machine(0)
+    assert str(run / PAGE) in quickstart.summary(tmp_path, machine)
 
 
 def test_a_failed_step_ends_the_quickstart_with_its_status(capsys: pytest.CaptureFixture[str]) -> None:

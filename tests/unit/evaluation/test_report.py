@@ -82,7 +82,7 @@ def page_of(*runs: Path) -> Elements:
 
 def test_it_shows_what_a_run_wrote(tmp_path: Path) -> None:
     run = write_run(tmp_path / "mine", steps=20)
-    write_run(run, "experiment.save_every=5", first_step=10, perceptual=0.5)
+    write_run(run, "experiment.save_every=5", first_step=10, perceptual=0.5, mfu=0.25)
     write_incident(run, "skipped", 12, ranks=[3])
     validation = MetricRows(run / "validation.csv", [*VALIDATION, "loss_low", "loss_high"])
     validation.keep_until(-1)
@@ -108,8 +108,9 @@ def test_it_shows_what_a_run_wrote(tmp_path: Path) -> None:
     assert (shown["resumes"], shown["incidents"], shown["images_per_step"]) == ([10], [12], 8)
     (loss,) = page.chart("Training loss")
     assert loss["x"] == [*range(1, 31)] and loss["y"] == [pytest.approx(1 / step, rel=1e-4) for step in range(1, 31)]
-    (perceptual,) = page.chart("perceptual")
-    assert perceptual["y"] == [None] * 10 + [0.5] * 20
+    for name, value in {"perceptual": 0.5, "Model FLOPs utilisation": 0.25}.items():
+        (series,) = page.chart(name)
+        assert series["y"] == [None] * 10 + [value] * 20
     raw, average = page.chart("Validation loss")
     assert (raw["dashed"], average["dashed"]) == (True, False)
     assert (average["x"], average["y"], average["low"], average["high"]) == ([0, 10], [2, 2], [1.5] * 2, [2.5] * 2)
@@ -256,6 +257,19 @@ def test_pictures_fit_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         int(str(image["data-step"])) for image in page_of(run).of("img") if str(image["alt"]).startswith("previews")
     ]
     assert len(steps) == 4
+
+
+def test_previews_of_the_average_and_of_the_raw_weights(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for step in (10, 20):
+        folder = run / "samples" / f"step_{step}"
+        folder.mkdir(parents=True)
+        for name in ("previews_grid", "previews_trained_grid"):
+            Image.new("RGB", (8, 8), (step, 0, 0)).save(folder / f"{name}.png")
+    page = page_of(run)
+    shown = [(image["alt"], image["data-step"]) for image in page.of("img")]
+    assert shown == [(f"previews after step {step}", str(step)) for step in (10, 20)] * 2
+    assert [text.strip() for text in page.texts if text.strip() in ("EMA", "raw")] == ["EMA", "raw"]
 
 
 def test_uplot_is_the_published_one() -> None:
