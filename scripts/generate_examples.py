@@ -34,7 +34,6 @@ quiet_libraries()
 
 import diffusers
 import torch
-import transformers
 import yaml
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from PIL import Image
@@ -396,8 +395,6 @@ def draw_share(
     missing = [picture for picture in mine if not is_done(args, picture)]
     if not missing:
         return
-    for library in (diffusers, transformers):
-        library.utils.logging.disable_progress_bar()
     pipeline = load_pipeline(args.pipeline, DTYPES[args.dtype])
     if args.scheduler is not None or args.scheduler_params:
         own, name = pipeline.scheduler.config, missing[0].record["scheduler"]

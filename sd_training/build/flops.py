@@ -13,7 +13,7 @@ import torch
 from sd_training.build.models import Trained, meta_twin
 from sd_training.log import get_logger
 from sd_training.models.family import Family
-from sd_training.models.flops import META, autoencoder_flops, flops, forward_flops, text_flops
+from sd_training.models.flops import META, flops, picture_flops
 
 log = get_logger(__name__)
 
@@ -22,10 +22,8 @@ class PictureFlops:
     """Height and width [latent cells] → FLOPs of one picture in a training step; None, with one warning, where a
     network cannot be counted. A new size takes about half a second.
 
-    What is trained counts three times its forward pass: 6.8 TFLOP at 256 pixels make FLUX.1's 20.4 per picture, which
-    MLPerf's reference rounds to 20.3. What has adapters counts twice, since frozen weights have no gradient, and
-    the adapters do not count. Frozen encoders count once. Networks are counted at the first call, as copies
-    without weights, so that sharding, compilation and precision do not matter.
+    FLUX.1 has 20.4 TFLOP per picture of 256 pixels, which MLPerf's reference rounds to 20.3. Networks are counted as
+    copies without weights, so that sharding, compilation and precision do not matter.
 
     Args:
         trained: what is trained.
@@ -34,7 +32,6 @@ class PictureFlops:
 
     def __init__(self, trained: Trained, cached: Collection[str] = ()) -> None:
         self._trained, self._cached = trained, cached
-        self._passes = 2 if trained.module.has_adapters else 3
         self._known: dict[tuple[int, int], float | None] = {}
 
     def __call__(self, height: int, width: int) -> float | None:
@@ -52,20 +49,21 @@ class PictureFlops:
         family = self._trained.family
         return family and family.with_parts({name: meta_twin(net) for name, net in family.networks().items()})
 
-    @cached_property
-    def _text(self) -> int:
-        """Of one caption, in what runs."""
-        assert self._family is not None, "is asked of families only"
-        running = [name for name in self._family.tokenizers() if name not in self._cached]
-        return text_flops(self._family, running) * (self._passes if len(self._trained.sharding.roots) > 1 else 1)
-
     def _count(self, height: int, width: int) -> float:
-        height, width = (side * self._trained.latent_grid.downscale for side in (height, width))
-        if (family := self._family) is None:
+        trained = self._trained
+        height, width = (side * trained.latent_grid.downscale for side in (height, width))
+        if self._family is None:
             pixels = torch.zeros(1, 3, height, width, device=META)
-            return self._passes * flops(partial(meta_twin(self._trained.module.network), pixels))
-        encoding = 0 if "vae" in self._cached else autoencoder_flops(family, height, width)
-        return self._passes * forward_flops(family, height, width) + encoding + self._text
+            return 3 * flops(partial(meta_twin(trained.module.network), pixels))
+        frozen, of_trained = picture_flops(
+            self._family,
+            height,
+            width,
+            has_adapters=trained.module.has_adapters,
+            trains_text=len(trained.sharding.roots) > 1,
+            cached=self._cached,
+        )
+        return frozen + of_trained
 
 
 PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {

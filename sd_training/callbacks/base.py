@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-import torch
 from PIL import Image
-from torch import Tensor, distributed
+from torch import Tensor
 
 from sd_training.training import Section, TrainedModule
 from sd_training.watchdog import HangWatch
@@ -112,9 +111,5 @@ def log_picture(trainer: pl.Trainer, name: str, picture: Image.Image, step: int,
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
     """Collective: [ranks, ...] the tensor of every rank, of one shape everywhere, on the CPU."""
-    if trainer.world_size == 1:
-        return tensor[None].cpu()
-    own = tensor.to(trainer.strategy.root_device).contiguous()
-    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
-    distributed.all_gather(gathered, own)
-    return torch.stack(gathered).cpu()
+    gathered = trainer.strategy.all_gather(tensor.to(trainer.strategy.root_device))
+    return gathered.reshape(trainer.world_size, *tensor.shape).cpu()

@@ -60,7 +60,6 @@ class Runtime(OptimizerStepCallback):
     def __init__(self, watch: HangWatch, run_lock: RunLock, times: StartTimes) -> None:
         self.watch, self.run_lock, self.times = watch, run_lock, times
         self._is_warm = False
-        self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: the watch learns the process ids of the ranks on this machine, and who owns the run folder."""
@@ -73,7 +72,6 @@ class Runtime(OptimizerStepCallback):
             }
             self.watch.first_failure.check_owner = RunLock(self.watch.run_dir, ranks[0][2]).check  # rank 0 has the lock
         self.times.end("data and processes")
-        self._was_enabled = self._was_enabled or gc.isenabled()
         gc.collect()
         gc.disable()
 
@@ -99,12 +97,8 @@ class Runtime(OptimizerStepCallback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """What follows is the end of pending saves and of the loggers."""
         self.watch.enter("save", trainer.global_step)
-        self._enable_collector()
+        gc.enable()
 
     def on_exception(self, *_: Any) -> None:
-        """The collector is as before."""
-        self._enable_collector()
-
-    def _enable_collector(self) -> None:
-        if self._was_enabled:
-            gc.enable()
+        """The collector runs again."""
+        gc.enable()

@@ -153,12 +153,8 @@ def _sentence(error: Exception) -> str:
 
 def _features(network: FeatureNetwork, images: Iterable[Image.Image], count: int, title: str) -> Tensor:
     """[N, D]"""
-    with tqdm(total=count, desc=title, unit="images") as bar:
-        parts = []
-        for part in _batches(images, network.device):
-            parts.append(network(part))
-            bar.update(len(part))
-    return torch.cat(parts)
+    shown = tqdm(images, title, count, unit="images")
+    return torch.cat([network(part) for part in _batches(shown, network.device)])
 
 
 def _batches(items: Iterable[Item], device: torch.device) -> Iterator[list[Item]]:

@@ -15,18 +15,15 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
-from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.checkpoint import folder as sealed
@@ -197,8 +194,6 @@ def export_pipeline(
         TakenOverError: another start has the run. `destination` is as it was.
     """
     partial = _beside(destination, f"partial{run_lock.suffix}")
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
     try:
         run_lock.check()
         recover_export(destination)
@@ -463,8 +458,6 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
     options: dict[str, Any] = {name: None for name, entry in read_index(folder).items() if entry == [None, None]}
     if dtype is not None:
         options["torch_dtype"] = dtype
-    if find_spec("accelerate") is None:
-        options["low_cpu_mem_usage"] = False  # diffusers would ask for the package at every load
     try:
         pipeline: DiffusionPipeline = DiffusionPipeline.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, **options

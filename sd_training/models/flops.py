@@ -3,7 +3,7 @@
 A multiply-add counts as two; a backward pass as two forward passes; recomputation not at all.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,22 @@ def text_flops(family: Family, names: Iterable[str]) -> int:
     return sum(flops(partial(family.text_network(name), input_ids=own)) for name, own in tokens.items())
 
 
+def picture_flops(
+    family: Family, height: int, width: int, *, has_adapters: bool, trains_text: bool, cached: Collection[str] = ()
+) -> tuple[int, int]:
+    """FLOPs of frozen encoders, and of what is trained, for one picture [pixels] in a training step. What is trained
+    counts three times its forward pass; with adapters, which do not count, twice: frozen weights have no gradient.
+
+    Args:
+        family: on the meta device.
+        cached: encoders that do not run.
+    """
+    passes = 2 if has_adapters else 3
+    encoding = 0 if "vae" in cached else autoencoder_flops(family, height, width)
+    training, texts = forward_flops(family, height, width), text_flops(family, family.tokenizers().keys() - cached)
+    return (encoding, passes * (training + texts)) if trains_text else (encoding + texts, passes * training)
+
+
 def encoding_share(config: Config) -> float:
     """Share of the frozen encoders in the FLOPs of a picture of the largest bucket.
 
@@ -55,11 +71,8 @@ def encoding_share(config: Config) -> float:
     """
     family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
     height, width = max(training_sizes(config.dataset.params).sizes, key=lambda size: size[0] * size[1])
-    texts = text_flops(family, family.tokenizers())
-    passes = 2 if config.model.lora.rank else 3  # frozen weights have no gradient
-    encoding, training = autoencoder_flops(family, height, width), passes * forward_flops(family, height, width)
-    if config.model.trains_text:
-        training += passes * texts
-    else:
-        encoding += texts
+    model = config.model
+    encoding, training = picture_flops(
+        family, height, width, has_adapters=bool(model.lora.rank), trains_text=model.trains_text
+    )
     return encoding / (encoding + training)
