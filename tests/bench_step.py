@@ -4,9 +4,9 @@
     python -m tests.bench_step --model sd2 --batch 32 --resolution 512 --precision bf16
     python -m tests.bench_step --variants compiled channels_last recompute   # against it without
 
-All train the same network from the same weights on the same batches in memory, with AdamW; the loop and this
-trainer also keep an EMA on the CPU. They take turns of a few steps, and a ratio is that of neighbouring turns, so that
-a busy machine slows all of them alike.
+All train the same network from the same weights on the same batches in memory, with AdamW and clipping; the loop and
+this trainer also keep an EMA on the CPU. They take turns of a few steps, and a ratio is that of neighbouring turns, so
+that a busy machine slows all of them alike.
 """
 
 import argparse
@@ -53,6 +53,7 @@ from tests.bench_subjects import VARIANTS, Subject, make_subject, plain_objectiv
 
 LEARNING_RATE = 1e-4
 EMA_DECAY = 0.999
+MAX_GRAD_NORM = 1.0
 
 
 class Turns:
@@ -162,6 +163,7 @@ def by_hand(subject: Subject, loader: TurnLoader) -> None:
         with autocast(subject.device, subject.precision):
             loss = loss_of(unet, subject, objective, batch)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(unet.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -190,7 +192,9 @@ def lightning_trainer(
 def bare_lightning(subject: Subject, loader: TurnLoader) -> None:
     """Lightning around the plain loss; no EMA."""
     module = BareModule(subject, copy.deepcopy(subject.unet).train())
-    lightning_trainer(subject, [], len(loader)).fit(module, train_dataloaders=loader)
+    trainer = lightning_trainer(subject, [], len(loader))
+    trainer.gradient_clip_val = MAX_GRAD_NORM
+    trainer.fit(module, train_dataloaders=loader)
 
 
 def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> None:
@@ -199,7 +203,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     constant = LRScheduleConfig(params=LRScheduleParams(warmup_length=0))
     schedule = lr_schedule(constant, num_steps=len(loader), global_batch=batch)
     own = variant_of(subject, variant)
-    optimization = Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
+    optimization = Optimization(OptimizerConfig(max_grad_norm=MAX_GRAD_NORM), LEARNING_RATE, schedule)
     own_precision, objective = subject.precision, plain_objective(subject)
     module = DiffusionModule(own, objective, optimization, vae_precision=own_precision, text_precision=own_precision)
     with tempfile.TemporaryDirectory() as folder:
