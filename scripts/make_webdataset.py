@@ -34,6 +34,7 @@ from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
+from sd_training.checkpoint.folder import whole_file
 from sd_training.cli import check_counts, run_cli
 from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceType
 from sd_training.config.filters import Filter, parse_filters
@@ -170,20 +171,14 @@ def write_shard(
     samples give the same bytes.
     """
     reader, skipped = IndexedReader(index, source), list[SkippedSample]()
-    partial_file = path.with_name(f"{path.name}.partial")
-    with partial_file.open("wb") as stream:
-        with TarWriter(stream, mtime=0) as sink:
-            for number, sample in samples:
-                try:
-                    sink.write({"__key__": f"{number:09d}", **encode_sample(source, index, reader, sample, resize)})
-                except BadSample as error:
-                    skipped.append(SkippedSample(*index.name(sample), str(error)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    if len(skipped) < len(samples):
-        os.replace(partial_file, path)
-    else:
-        partial_file.unlink()
+    with whole_file(path) as beside, beside.open("wb") as stream, TarWriter(stream, mtime=0) as sink:
+        for number, sample in samples:
+            try:
+                sink.write({"__key__": f"{number:09d}", **encode_sample(source, index, reader, sample, resize)})
+            except BadSample as error:
+                skipped.append(SkippedSample(*index.name(sample), str(error)))
+    if len(skipped) == len(samples):
+        path.unlink()
     return skipped
 
 

@@ -18,6 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,8 +33,9 @@ quiet_libraries()
 set_passive_wait()
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from scripts.first_non_finite import FirstNonFinite
 from sd_training.build.cache import open_cache
 from sd_training.build.data import make_data
 from sd_training.build.models import Trained, build_model
@@ -133,18 +135,10 @@ def plan_of_start(
     Args:
         starts: entries of `run.json`, oldest first.
     """
-    config = run_dir / CONFIG
-    if not config.is_file():
-        raise UserError(f"{config}: is missing; its folder must be that of a run")
-    begun = [start["config"] for start in starts if "config" in start]
+    begun = [start["config"] for start in starts if isinstance(start.get("config"), list)]
     words = [*changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
-    if begun and isinstance(begun[-1], list):
-        loaded = load_stored("\n".join(begun[-1]), words)
-    else:
-        if begun and (run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
-            config = run_dir / begun[-1]
-        loaded = load_config([f"config={config}", *words])
-    return replace(make_plan(loaded), batch=batch, run_dir=run_dir)
+    text = "\n".join(begun[-1]) if begun else (run_dir / CONFIG).read_text(encoding="utf-8")
+    return replace(make_plan(load_stored(text, words)), batch=batch, run_dir=run_dir)
 
 
 def load_stored(text: str, words: Sequence[str]) -> Config:
@@ -199,6 +193,72 @@ def micro_batches(incident: Incident, data: TrainingData) -> Iterator[tuple[int,
             if result.batch is None:
                 raise result.error or DataError("no batch")
             yield rank, micro, result.batch
+
+
+class FirstNonFinite:
+    """Where in a forward and backward pass the first value arises that is infinite or not a number; of nested modules
+    the innermost one.
+
+    Args:
+        networks: by the name that findings use.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        self.has_found = False
+        self._networks = dict(networks)
+        self._found: list[str] = []
+        self._has_output = self._has_gradient = False
+        for part, network in networks.items():
+            for name, module in network.named_modules():
+                look = partial(self._look_at_output, f"{part}.{name}".rstrip("."))
+                module.register_forward_hook(look, with_kwargs=True)
+
+    def begin(self, batch: PixelBatch) -> None:
+        """A new micro-batch: looks at the weights and at the batch itself."""
+        self._found, self._has_output, self._has_gradient = [], False, False
+        for part, network in self._networks.items():
+            odd = [name for name, p in network.named_parameters() if not _is_finite(p)]
+            if odd:
+                self._tell(f"{len(odd)} weights of {part} are not finite to begin with, the first is {odd[0]}")
+        for name, value in vars(batch).items():
+            if isinstance(value, Tensor) and not _is_finite(value):
+                rows = [i for i, row in enumerate(value) if not _is_finite(row)]
+                self._tell(f"the batch's {name} is not finite in samples {rows[:20]}")
+
+    def findings(self) -> list[str]:
+        """What was found since `begin`, in the order of the computation; to be called after the backward pass."""
+        return self._found
+
+    def _tell(self, text: str) -> None:
+        self.has_found = True
+        self._found.append(text)
+
+    def _look_at_output(self, name: str, module: nn.Module, inputs: Any, named_inputs: Any, output: Any) -> None:
+        tensors = _floats(output)
+        if not self._has_output and not all(map(_is_finite, tensors)):
+            self._has_output = True
+            given = [t.detach().abs().max() for t in _floats((inputs, named_inputs)) if t.numel()]
+            kind, largest = type(module).__name__, max(map(float, given), default=0.0)
+            is_cause = all(map(_is_finite, given))
+            cause = f"inputs up to {largest:.4g}" if is_cause else "inputs that were not finite already"
+            self._tell(f"first output that is not finite: {name} ({kind}), from {cause}")
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._look_at_gradient, name))
+
+    def _look_at_gradient(self, name: str, gradient: Tensor) -> None:
+        if not self._has_gradient and not _is_finite(gradient):
+            self._has_gradient = True
+            self._tell(f"first gradient that is not finite: that of the output of {name}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+
+
+def _floats(value: Any) -> list[Tensor]:
+    """Those inside tuples, lists and mappings, such as the outputs of diffusers and transformers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData) -> list[ReplayedSample]:

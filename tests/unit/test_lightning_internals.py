@@ -55,7 +55,7 @@ PRIVATE = {
     "_fused_sdp_choice": "torch: models/attention.py",  # which kernel: test_attention.py asks torch in other ways, too
     "_new_shared": "torch: types.py",  # as torch's collate calls it; test_workers.py shares a block
     "_Options": "torch: parallel/launch.py",
-    "_pytree": "torch: build/dry_run.py",
+    "_pytree": "torch: build/dry_run.py, scripts/replay_step.py",
     "_subclasses": "torch: build/dry_run.py",
     "_threads": "torch: parallel/launch.py",
     "_timeout": "torch: parallel/launch.py",
