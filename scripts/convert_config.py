@@ -456,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with open(own["out"], "x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
-        raise ConfigError(f"out: {own['out']} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"out: {own['out']} cannot be written: {error.strerror}; give another name") from None
     print("\n".join([*report(run), f"written: {own['out']}"]) if own["out"] else text.rstrip())
     strangers = [] if given.ignore_unknown else [one.name for one in run.rows if not one.key]
     if found := [*(f"{name}: is no key that is known of {given.trainer}" for name in strangers), *problems(run, text)]:

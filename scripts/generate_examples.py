@@ -239,8 +239,13 @@ def check_options(args: argparse.Namespace) -> None:
     problems = [f"--{name.replace('_', '-')}: {getattr(args, name)} must be {wanted}" for name, wanted in wrong]
     weights = [("--lora", path) for path, _ in args.lora] + [("--denoiser", args.denoiser)] * bool(args.denoiser)
     files = [(option, path) for option, path in weights if path.suffix != ".safetensors" or not path.is_file()]
-    hint = "scripts/convert_checkpoint.py makes one of other checkpoints"
-    problems += [f"{option}: {path} is no *.safetensors file; {hint}" for option, path in files]
+    for option, path in files:
+        hint = "scripts/convert_checkpoint.py makes one of other checkpoints"
+        if path.name == LORA_WEIGHT_NAME_SAFE and path.parent.is_dir():
+            hint = f"{path.parent} has no adapters; draw with --pipeline {path.parent}"
+        elif ":" in path.name:
+            hint = "a weight is a number, as in PATH:0.5"
+        problems.append(f"{option}: {path} is no *.safetensors file; {hint}")
     folders = [path for path, _ in args.controlnet if not path.is_dir()]
     problems += [f"--controlnet: {path} is no folder in diffusers layout" for path in folders]
     if len(args.control_image) > len(args.controlnet):

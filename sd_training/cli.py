@@ -136,10 +136,10 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 
 def print_error(error: UserError) -> None:
-    """Prints each line of it, as "error: ..."."""
+    """Prints each line of it, as "error: ..."; indented ones go on from the line before."""
     with suppress(OSError):  # the log may be on a full disk
         for line in str(error).splitlines():
-            print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
+            print(f"{'' if line.startswith('  ') else 'error: '}{for_terminal(line)}", file=sys.stderr, flush=True)
 
 
 def write_torchrun_error(text: str) -> None:

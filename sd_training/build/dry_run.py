@@ -74,7 +74,10 @@ def describe(plan: Plan) -> str:
         checks.errors.append(ConfigError(problems))
     to_draw = checks.run(lambda: missing_class_images(config, start.changed if start else ())) or []
     bare = config.dataset.replace(prior=PriorConfig())
-    own = plan if not to_draw else replace(plan, config=config.replace(dataset=bare))
+    own = plan
+    if to_draw:  # half of each micro-batch is then of class images
+        half = {name: getattr(plan.batch, name) // 2 for name in ("micro_batch", "num_examples")}
+        own = replace(plan, config=config.replace(dataset=bare), batch=replace(plan.batch, **half))
     data = make_data(own, family, grid)
     reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None

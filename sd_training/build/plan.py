@@ -207,7 +207,7 @@ class Start:
             return f"a new run: {self.run_dir} has no checkpoint{begun}"
         after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
         done = f"resumes from {self.source}, after {after}"
-        return f"{done}; make it longer (experiment.num_examples_to_see) to train more" if self.is_done else done
+        return f"{done}; make it longer to train more" if self.is_done else done
 
     def changes(self) -> str:
         """The changed options, one per line; empty where none changed."""
@@ -389,5 +389,7 @@ def _storage_errors(run_dir: Path) -> Iterator[None]:
     """Turns OS errors of the run folder into messages."""
     try:
         yield
+    except (NotADirectoryError, FileExistsError) as error:
+        raise ConfigError(f"experiment.name: {run_dir} cannot be a run folder: {error}; take another one") from error
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {run_dir} cannot be read or written: {error}") from error

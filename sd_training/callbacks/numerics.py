@@ -190,7 +190,7 @@ class NumericGuard(OptimizerStepCallback):
         self._micro_batches = []
         if self.is_due(trainer, step, self.every):
             self._read(trainer, module)
-            if self.detector.rollback_reason is not None and step % self.every == 0:
+            if self.detector.rollback_reason is not None and (step % self.every == 0 or step == trainer.max_steps):
                 module.ledger.enter("saving")
                 with self.saves.state.watched("save"):
                     self._roll_back(trainer, module, step, self.detector.rollback_reason)

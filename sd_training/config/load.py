@@ -21,7 +21,7 @@ from sd_training.config import fields
 from sd_training.config.changes import PERMISSION
 from sd_training.config.check import check, warnings
 from sd_training.config.fields import SECRETS, groups, is_below, option_of, options, place_of, rename_old, shown
-from sd_training.config.schema import Config
+from sd_training.config.schema import LENGTHS, Config
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger, note_secret
 
@@ -35,6 +35,7 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
+_COMMAND_LINE = "command line"
 _REFERENCE = re.compile(r"(?<!\\)\$\{([^${}:]+)\}")
 """`${another.option}` inside a text."""
 
@@ -123,6 +124,8 @@ def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictCo
         holder = reduce(lambda group, step: group.setdefault(step, {}), above, defaults)
         holder[name] = "???" if option.required else option.default
     tree = OmegaConf.create(defaults)
+    if stray := next((item for item in argv if "=" not in item and item.endswith((".yaml", ".yml"))), None):
+        raise ConfigError(f"{stray}: is no option; did you mean config={stray}?")
     unreadable = []
     for name in (name for item in argv if item.startswith("config=") for name in _file_names(item[7:])):
         try:
@@ -145,9 +148,14 @@ def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictCo
     overrides = [item for item in argv if not item.startswith("config=")]
     for item in overrides:
         _override(tree, item, origins, problems)
+    lengths = [f"experiment.{name}" for name in LENGTHS]
+    given = [key for key in lengths if origins.get(key) == _COMMAND_LINE and OmegaConf.select(tree, key) is not None]
+    if len(given) == 1:  # it takes the place of a file's, whichever that is
+        for key in lengths:
+            OmegaConf.update(tree, key, OmegaConf.select(tree, key) if key in given else None)
     # An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
     if (times := len({item for item in overrides if item.startswith(f"{_SHARDS}=")})) > 1:
-        problems[_SHARDS] = f"is given {times} times with different values; quote a pattern with braces"
+        problems[_SHARDS] = f"is given {times} times with different values; give one, and quote a pattern with braces"
     return tree
 
 
@@ -208,7 +216,7 @@ def _override(tree: DictConfig, item: str, origins: Origins, problems: Problems)
         wrapped = {key: _parse_value(key, text)}
         OmegaConf.update(tree, key, wrapped[key], merge=True)
         for _, _, place in _entries(wrapped):
-            origins[place.replace("[", ".").replace("]", "")] = "command line"
+            origins[place.replace("[", ".").replace("]", "")] = _COMMAND_LINE
     except (OmegaConfBaseException, ValueError) as error:
         problems[item] = f"cannot be set: {_first_line(error)}"
 
@@ -227,8 +235,10 @@ def _parse_value(key: str, text: str) -> Any:
             raise RecursionError from None
         return text  # ValueError: a number of 5,000 digits, no UTF-8
     option = options().get(key)
-    if option is None or value is None or isinstance(value, (str, list)):
+    if option is None or value is None or isinstance(value, list):
         return value
+    if isinstance(value, str):  # YAML drops blanks around a text without quotes
+        return text if value == text.strip() and option.accepts(text) else value
     return text if option.accepts(text) and not option.accepts(value) else value
 
 
@@ -252,7 +262,8 @@ def _resolve(node: Any, path: str, problems: Problems, root: DictConfig) -> Any:
             problems.setdefault(place, f"is {written}: {_first_line(error)}; {hint}")
             continue
         if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and (null := _null_inside(node, key, root)):
-            problems.setdefault(place, f"is {_plain(node)[key]}, but {null} is null; give {null} a value")
+            remedy = f"give {null} a value, or {place} another one"
+            problems.setdefault(place, f"is {_plain(node)[key]}, but {null} is null; {remedy}")
         # In YAML, a group or mapping with nothing but comments below it is null: it has its defaults.
         default = options()[place].default if place in options() else {} if place in groups() else None
         if not (value is None and isinstance(default, (dict, list))):

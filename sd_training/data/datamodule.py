@@ -115,10 +115,8 @@ class HeldOutData:
         """Summary of the validation schedule."""
         config, total = self.config, len(self.samples.datasets[0].selected)
         count = sum(map(len, self.requests))
-        return (
-            f"validation: {count:,} of {total:,} held-out samples at {config.num_levels} noise levels, every "
-            f"{config.every:,} optimizer steps"
-        )
+        levels = f" at {config.num_levels} noise levels" if self.draws.has_noise else ""
+        return f"validation: {count:,} of {total:,} held-out samples{levels}, every {config.every:,} optimizer steps"
 
     def report(self, trained: Sequence[OpenDataset]) -> None:
         """Logs the validation schedule, problems of the shards, and which of them are trained on as well."""

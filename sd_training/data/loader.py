@@ -198,7 +198,7 @@ class BadSampleLog:
     def report(self, problems: Problems, where: str) -> None:
         """Logs what was found when the shards were indexed, and names it in the file."""
         if problems.total():
-            log.warning(f"problems in {where}: {problems.text()}")
+            log.warning(f"problems in {where}: {problems.text()}{problems.remedy()}")
         for problem in problems.named():
             self.name(problem)
 

@@ -1,6 +1,7 @@
 """DreamBooth: class images are drawn once, every micro-batch pairs them with the subject, and the loss weighs them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,17 @@ def test_a_run_with_a_prior(home: Path) -> None:
         ConfigError, match=r"dataset\.prior\.path: 6 class images of dataset\.prior\.num_images are mis"
     ):
         cache_latents.main([*words, f"out={home / 'cache'}"])
-    assert f"{NUM_IMAGES} class images are drawn first" in describe(make_plan(load_config(words), is_described=True))
+    described = describe(make_plan(load_config(words), is_described=True))
+    assert f"{NUM_IMAGES} class images are drawn first" in described
     (home / "ids").mkdir()
     train(words, RecordIds(home / "ids"))
     assert_found(home / "whole", read_ids(home / "ids"))
     drawn = pictures(home / "class")
     assert sorted(drawn) == [f"class_{number:06d}.png" for number in range(NUM_IMAGES)] and len({*drawn.values()}) > 1
-    assert "class images" not in describe(make_plan(load_config(words)))
+    again = describe(make_plan(load_config(words)))
+    assert "class images" not in again
+    times = [re.findall(r"each sample ([\d.]+) times", text)[0] for text in (described, again)]
+    assert times[0] == times[1]  # half of each batch is of class images, drawn or not
     train_in_processes(argv(home, "two", "class_of_two", system__batch_size=4), 2)
     assert pictures(home / "class_of_two") == drawn
     assert losses(home / "two") == pytest.approx(losses(home / "whole"), rel=1e-5)

@@ -211,5 +211,5 @@ def exclusion_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     lines = [f"{selection.num_usable:,} of {counted(len(index), 'sample')} have all members{keeps}"]
     lines += filter_lines(index, selection)
     if selection.problems.total():
-        lines.append(f"problems: {selection.problems.text()}")
-    return lines
+        lines.append(f"problems: {selection.problems.text()}{selection.problems.remedy()}")
+    return [f"  {line}" for line in lines]

@@ -133,6 +133,11 @@ class Problems:
             lines.append(f"{kind} {count:,} (first: {first})")
         return "; ".join(lines)
 
+    def remedy(self) -> str:
+        """The end of the sentence, where there is something to be done about the usual reason."""
+        said = "; samples without a caption are left out, unless dataset.params.captions.text gives one to all"
+        return said if "caption missing" in self.counts else ""
+
     def to_json(self) -> dict[str, Any]:
         """Plain values without secrets, to be written; `from_json` is the way back."""
         return {"counts": self.counts, "examples": redacted_values(self.examples)}

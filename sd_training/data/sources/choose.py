@@ -77,6 +77,8 @@ def path_problems(kind: SourceType, params: SourceParams, access: RemoteConfig) 
 def _fitting_type(kind: str, path: str) -> str:
     """The end of an error about data that is read as `kind`: which `dataset.type` a local file or folder looks like;
     empty when it looks like `kind` or like none."""
+    if not path:
+        return ""
     root = local_path(path)
     names = [os.path.basename(root)] if os.path.isfile(root) else sorted(glob.glob("*", root_dir=root))
     names += sorted(islice(glob.iglob("*/*", root_dir=root), _NAMES_BELOW))

@@ -188,6 +188,15 @@ def test_an_interrupted_run_goes_back_alike(
     assert incidents(run_dir).keys() == incidents(gone_back[0]).keys()
 
 
+def test_the_end_of_a_run_goes_back_as_well(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    """Between two logged steps nothing is read; a run whose last steps were skipped must not end as if it were fine."""
+    run_dir = tmp_path / "run"
+    changes = {**GOING_BACK, "logging__every": 50, "experiment__num_examples_to_see": 8 * 13}
+    run = train(options(run_dir, pipeline_dir, shards_dir, **changes), Poison(BAD))
+    (guard,) = [c for c in run.trainer.callbacks if isinstance(c, NumericGuard)]  # type: ignore[attr-defined]
+    assert [done.at for done in guard.rollbacks] == [13] and "step=9.rollback.json" in incidents(run_dir)
+
+
 def test_a_run_that_goes_back_too_often_ends(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     changes = {"numerics__max_rollbacks": 1, "experiment__save_every": 3, **SHORT}
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)

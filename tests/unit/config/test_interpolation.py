@@ -84,7 +84,7 @@ def test_null_inside_a_text_is_no_word(word: str, null: str) -> None:
     option, _, value = word.partition("=")
     name, inside = (option, value) if value[0] != "[" else (f"{option}.1", "a ${dataset.params.captions.text} b")
     base = [item for item in BASE if not item.startswith(f"{option}=")]
-    assert only(*base, word) == f"{name}: is {inside}, but {null} is null; give {null} a value"
+    assert only(*base, word) == f"{name}: is {inside}, but {null} is null; give {null} a value, or {name} another one"
     if null == "wandb.entity":
         assert "None" not in load_config([*base, word, "wandb.entity=x"]).experiment.log_dir
 

@@ -64,6 +64,34 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     assert config.sampling.prompts == ["c"]
 
 
+def test_blanks_at_the_ends_of_a_text_are_part_of_it() -> None:
+    words = [
+        "dataset.params.captions.prefix=a photo, ",
+        "dataset.params.captions.suffix= in oil",
+        "experiment.seed= 3 ",
+    ]
+    config = load_config([*BASE, *words, "model.mixed_precision= no"])
+    assert (config.dataset.params.captions.prefix, config.dataset.params.captions.suffix) == ("a photo, ", " in oil")
+    assert (config.experiment.seed, config.model.mixed_precision) == (3, "no")
+
+
+def test_a_length_on_the_command_line_replaces_that_of_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "experiment:\n  num_examples_to_see: 800\n")
+    base = [word for word in BASE if "num_examples_to_see" not in word]
+    experiment = load_config([f"config={file}", *base, "experiment.num_steps=7"]).experiment
+    assert (experiment.num_steps, experiment.num_examples_to_see, experiment.num_epochs) == (7, None, None)
+    assert load_config([f"config={file}", *base]).experiment.num_examples_to_see == 800
+    assert "given by" in only(f"config={file}", *base, "experiment.num_steps=7", "experiment.num_examples_to_see=9")
+
+
+def test_a_file_without_its_option_is_the_one_thing_that_is_said() -> None:
+    assert (
+        only("configs/finetune_sd2.yaml")
+        == "configs/finetune_sd2.yaml: is no option; did you mean config=configs/finetune_sd2.yaml?"
+    )
+    assert only("--config", "a.yml", "--batch_size", "4").startswith("a.yml: is no option")
+
+
 @pytest.mark.parametrize("name", ["007", "1e5", "on", "2024-01-01", "12:30", "a: b", "{a,b}"])
 def test_text_stays_as_it_was_typed(name: str) -> None:
     assert load_config([*BASE, f"experiment.project={name}"]).experiment.project == name
@@ -137,7 +165,7 @@ def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("experiment.name", "or option=value"),
-        ("a.yaml", "write config=FILE"),
+        ("a.yaml", "did you mean config=a.yaml"),
         ("dataset.params.filters.w>=5", "as in dataset.params.filters.width='>=512'"),
         ("a..b=1", "dotted names"),
         ("=1", "dotted names"),
