@@ -188,6 +188,9 @@ class Converter:
                 self._add_set(f"datasets.{other}", kinds[other], entry, first)
         if "dataset.mix" not in self.options:
             self.options.pop("dataset.weight", None)
+        if "dataset.prior.path" in self.options:  # class images are squares
+            buckets = ["dataset.params.buckets"]
+            self.options = {key: value for key, value in self.options.items() if not is_below(key, buckets)}
         self._drop_unread()
 
     def _converted(self, tree: Tree, defaults: Tree) -> list[Found]:
@@ -414,7 +417,8 @@ def written(run: Converter, trainer: str) -> str:
     values = completed(run)
     head = [f"Made by scripts/convert_config.py --from {trainer}. Its keys:", *report(run)]
     if empty := [key for key, value in values.items() if value == MISSING]:
-        head.append(f"TO BE FILLED (???): {', '.join(empty)}")
+        hint = f"; images=N, of the training data, gives {LENGTH}" if LENGTH in empty and not run.images else ""
+        head.append(f"TO BE FILLED (???): {', '.join(empty)}{hint}")
     return "".join(f"# {line}\n" for line in head) + OmegaConf.to_yaml(OmegaConf.create(nested(values)))
 
 

@@ -318,7 +318,8 @@ def test_data_sets_are_mixed_and_class_images_are_a_prior(tmp_path: Path) -> Non
         {"image_dir": "b", "caption_prefix": "art"},
         {"image_dir": "c", "class_tokens": "dog", "is_reg": True},
     ]
-    data = {"general": {"shuffle_caption": True}, "datasets": [{"batch_size": 4, "resolution": 64, "subsets": sets}]}
+    general = {"shuffle_caption": True, "enable_bucket": True}  # class images are squares
+    data = {"general": general, "datasets": [{"batch_size": 4, "resolution": 64, "subsets": sets}]}
     command = {
         "pretrained_model_name_or_path": "m",
         "dataset_config": "data.toml",
