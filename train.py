@@ -132,6 +132,7 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     with _importing():
         from sd_training.build.run import build_run
         from sd_training.config.schema import SECTIONS
+        from sd_training.data.loader import BAD_SAMPLES_FILE, read_bad_samples
         from sd_training.watchdog import HangWatch, exit_together
 
     limits_s = {section: getattr(plan.config.watch, f"{section}_s") for section in SECTIONS}
@@ -155,6 +156,9 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
             "the same command resumes the run"
         )
         signals.leave(run.exit_status)
+    bad_samples = plan.run_dir / BAD_SAMPLES_FILE
+    if is_main_process() and (named := len(read_bad_samples(bad_samples))):
+        log.warning(f"{bad_samples} names {counted(named, 'sample')} that could not be used")
     log.info(f"done: {plan.run_dir / 'current_pipeline'}{_written_page(plan.run_dir) if is_main_process() else ''}")
 
 

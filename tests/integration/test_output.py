@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import makers
 from tests.faults.fork_server import shared_server
 from tests.integration.commands import forked
 from tests.integration.training import ROOT, options, torchrun
@@ -84,6 +85,18 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     assert "  runs on     cpu, 2 processes, fp32, strategy ddp" in both and "    system.batch_size: 8 -> 4" in both
     assert len([line for line in both if "sd_training 0." in line]) == 1  # of the first process only
     assert (tmp_path / "run/train.log").read_text() == kept + "".join(f"{line}\n" for line in both)
+
+
+def test_the_end_says_how_many_samples_were_not_usable(pipeline_dir: Path, tmp_path: Path) -> None:
+    samples = makers.caption_samples(12)
+    samples[3]["jpg"], samples[5]["jpg"] = b"not a picture", samples[5]["jpg"][:-300]
+    del samples[7]["txt"]
+    makers.write_shard(tmp_path / "shards" / "0.tar", samples)
+    argv = options(tmp_path / "run", pipeline_dir, tmp_path / "shards", experiment__num_examples_to_see=16)
+    ended = forked("train.py", *argv, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert "samples without a caption are left out, unless dataset.params.captions.text gives one" in ended.stderr
+    assert f"warning: {tmp_path / 'run/bad_samples.jsonl'} names 3 samples that could not be used\n" in ended.stderr
 
 
 SLOW = ("bitsandbytes", "torchao")
