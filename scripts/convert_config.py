@@ -378,6 +378,7 @@ CONVERSIONS: Mapping[str, Callable[[Any, Converter], Any]] = {
     "side_and_area": lambda value, run: _side_and_area(value),
     "megapixels": lambda value, run: round(value**0.5 * 16) * 64,
     "hub": _hub,
+    "without_flax": lambda value, run: value.removeprefix("Flax"),
 }
 
 

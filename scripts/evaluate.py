@@ -299,13 +299,20 @@ def evaluate(
         failure = failure or (DataError("another process cannot draw") if has_failed else None)
     if failure is not None:
         raise failure
+    reasons = dict[str, str]()
     if rank == 0:
-        for name, load in load_networks(drawn.config.evaluation).items():  # one that is killed has written the others'
-            rows = measure({name: load}, drawn.files, drawn.prompts, real, drawn.root, device)
+        networks = load_networks(drawn.config.evaluation)
+        for name, load in networks.items():  # one that is killed has written the others'
+            found = measure({name: load}, drawn.files, drawn.prompts, real, drawn.root, device)
+            rows = [{"step": str(weights.step), "weights": weights.name} | row for row in found]
+            reasons |= {name: rows[0]["reason"]} if all(row.get("reason") for row in rows) else {}
             try:
-                publish(args, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
+                publish(args, weights, rows)
             except UserError as error:
                 return error
+        if len(reasons) == len(networks):
+            said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            return DataError(f"step {weights.step}, {weights.name} weights: nothing could be measured; {said}")
     return None
 
 

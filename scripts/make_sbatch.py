@@ -84,10 +84,22 @@ def _problems_of(name: str, value: str) -> list[str]:
     return [f"{name}: is empty"] if not value else []
 
 
+def _seconds(time: str) -> int:
+    """Of a time as SLURM reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds."""
+    days, is_with_days, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    first_s = 3600 if is_with_days or len(numbers) == 3 else 60
+    return int(days or 0) * 86_400 + sum(n * first_s // 60**place for place, n in enumerate(numbers))
+
+
 def _problems_between(given: dict[str, str]) -> list[str]:
     problems = [] if "config" in given else ["config: is missing; name the run's YAML file, config=configs/x.yaml"]
     if "mounts" in given and "container" not in given:
         problems.append("mounts: is for a container; give container=image as well")
+    kept_s = given.get("save_s") or _directive(_template("template"), "signal").partition("@")[2]
+    time = given.get("time", "")
+    if kept_s.isdigit() and _TIME.fullmatch(time) and _seconds(time) <= int(kept_s):
+        problems.append(f"time: {time} is no longer than save_s, the {kept_s} s that are kept for the last save")
     return problems
 
 

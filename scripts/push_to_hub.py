@@ -32,7 +32,7 @@ ADAPTERS, INDEX, PICTURE, CARD = "pytorch_lora_weights.safetensors", "model_inde
 PUBLIC = (
     *("objective.", "optimizer.", "lr_scheduler.", "conditioning.", "ema.", "model."),
     *("system.batch_size", "system.gradient_accumulation", "dataset.params.resolution", "dataset.params.crop"),
-    *("dataset.params.flip_prob", "dataset.params.filters", "dataset.params.buckets.mode"),
+    *("dataset.params.flip_prob", "dataset.params.filters", "dataset.params.buckets."),
 )
 """Begin the options of a card; a value with a slash may be a place, and is left out."""
 UNREAD_FACTS = ("run folder", "bad samples")
@@ -103,7 +103,7 @@ def card(run: Run, repository: str, license_id: str, has_picture: bool) -> str:
         f"![samples]({PICTURE})" if has_picture else "",
         f"## Training\n\nTrained with sd_training to optimizer step {exported_step(run.path):,}.\n\n{table(facts)}",
         f"## Measurements\n\nIn brackets a 95 % interval.\n\n{table(measured)}" if measured else "",
-        f"## Options\n\nThose that are not at their default.\n\n{table(chosen)}",
+        f"## Options\n\nWhat is not at its default, of what training is about.\n\n{table(chosen)}",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

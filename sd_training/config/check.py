@@ -40,7 +40,14 @@ def check(config: Config) -> list[str]:
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    return [*unread(config, is_refused=False), *_unused_parts(config.model), *_schedule(config)]
+    return [*unread(config, is_refused=False), *_unused_parts(config.model), *_schedule(config), *_mixed(config)]
+
+
+def _mixed(config: Config) -> Iterator[str]:
+    if config.dataset.params.filters:
+        for number, entry in enumerate(config.dataset.mix):
+            if not entry.params.filters:
+                yield f"dataset.mix.{number}.params.filters: has none; those of dataset.params are not used for it"
 
 
 def unread(group: Any, prefix: str = "", *, is_refused: bool = True) -> Iterator[str]:

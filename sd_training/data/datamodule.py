@@ -414,10 +414,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if now["fingerprint"] == before.get("fingerprint"):
         return _order_changes(before, now)
     changed = _option_changes(before, now["options"])
-    count = f"{counted(before.get('num_samples', 0), 'sample')} were selected, now {now['num_samples']:,}"
     if not changed:
-        changed.append(f"the files of dataset.params.path, or what was chosen of them, have changed: {count}")
-    elif now["num_samples"] != before.get("num_samples"):
-        changed.append(count)
+        changed.append("the files of dataset.params.path, or what was chosen of them, have changed")
+    if now["num_samples"] != before.get("num_samples"):
+        changed.append(f"{counted(before.get('num_samples', 0), 'sample')} were selected, now {now['num_samples']:,}")
     decided_by_options = {key: now[key] for key in ("seed", "global_batch", "resampled")}  # the others follow from data
     return changed + _order_changes(before, decided_by_options)

@@ -140,6 +140,16 @@ def test_raw_weights_with_trained_text_encoders(pipeline_dir: Path, shards_dir: 
         assert sum(tensor is not None for tensor in trained.values()) > 5
 
 
+def test_a_command_that_measures_nothing_fails(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    words = options(tmp_path / "run", pipeline_dir, shards_dir, evaluation__path=shards_dir, evaluation__inception="no")
+    words += ["evaluation.num_images=2", "sampling.num_inference_steps=1", "sampling.guidance_scale=1"]
+    with pytest.raises(
+        DataError, match=r"nothing could be measured; inception: evaluation\.inception: no cannot be load"
+    ):
+        evaluate.main([str(pipeline_dir), "--out", str(tmp_path), *words])
+    assert len(read_rows(tmp_path / "evaluation.csv")) == 5
+
+
 def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     words = options(tmp_path / "run", pipeline_dir, shards_dir)
     for wrong, problem in (

@@ -267,6 +267,18 @@ MAXDIFFUSION = {"run_name": "n", "output_dir": "o", "pretrained_model_name_or_pa
         ),
         ("maxdiffusion", {"checkpoint_every": 80}, {"experiment.save_every": 80}),
         (
+            "maxdiffusion",  # its FLUX has the prediction type of another model in its file, and does not read it
+            {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev", "time_shift": True, "max_shift": 1.2}
+            | {
+                "diffusion_scheduler_config": {
+                    "_class_name": "FlaxEulerDiscreteScheduler",
+                    "prediction_type": "epsilon",
+                }
+            },
+            {"objective.prediction_type": None, "objective.shift.mode": "tokens", "objective.shift.max_shift": 1.2}
+            | {"model.noise_scheduler_inference.target": "EulerDiscreteScheduler"},
+        ),
+        (
             "maxdiffusion",  # a batch of DreamBooth has pairs, which saves count once
             {"instance_data_dir": "i", "class_data_dir": "c", "class_prompt": "dog", "max_train_steps": 10}
             | {"checkpoint_every": 80},

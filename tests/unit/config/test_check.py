@@ -271,6 +271,10 @@ def test_bad_class_prompts(text: str | None, expected: str, tmp_path: Path) -> N
         ({"ema__decay": "0.5"}, "ema.decay: is not used"),
         ({"experiment__num_eval_images": "5"}, "experiment.num_eval_images: is not used"),
         ({"sampling__prompts": "[a cat]"}, "sampling.prompts: is not used, because sampling.every is 0"),
+        (
+            {"dataset__params__filters__width": ">=64", "dataset__mix": "[{params: {path: b.tar}}]"},
+            "dataset.mix.0.params.filters: has none",
+        ),
         ({"model__unet__target": "UNet2DConditionModel"}, "model.unet: its own settings are not used"),
     ],
 )
