@@ -143,10 +143,10 @@ def test_raw_weights_with_trained_text_encoders(pipeline_dir: Path, shards_dir: 
 def test_a_command_that_measures_nothing_fails(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     words = options(tmp_path / "run", pipeline_dir, shards_dir, evaluation__path=shards_dir, evaluation__inception="no")
     words += ["evaluation.num_images=2", "sampling.num_inference_steps=1", "sampling.guidance_scale=1"]
-    with pytest.raises(
-        DataError, match=r"nothing could be measured; inception: evaluation\.inception: no cannot be load"
-    ):
-        evaluate.main([str(pipeline_dir), "--out", str(tmp_path), *words])
+    (tmp_path / "empty.yaml").write_text("{}")
+    words = [str(pipeline_dir), "--out", str(tmp_path), f"config={tmp_path / 'empty.yaml'}", *words]
+    with pytest.raises(DataError, match=r"nothing could be measured; inception: evaluation\.inception: no cannot be"):
+        evaluate.main(words)
     assert len(read_rows(tmp_path / "evaluation.csv")) == 5
 
 
