@@ -206,10 +206,9 @@ def test_recipes_load_and_every_option_of_them_is_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("captions.csv").write_text("uid,caption\n1,a cat\n", encoding="utf-8")
-    base = {"experiment.log_dir": "runs", "experiment.name": "a", "experiment.num_examples_to_see": "10_000_000"}
-    base |= {"dataset.params.path": "a.tar", "model.pretrained": "a/b"}
-    given = base | dict(word.split("=", 1) for word in shlex.split(words.replace("`", "")))
-    config = load_config([f"{key}={value}" for key, value in given.items()])
+    base = ["experiment.log_dir=runs", "experiment.name=a", "experiment.num_examples_to_see=10_000_000"]
+    OmegaConf.save(OmegaConf.from_dotlist([*base, "dataset.params.path=a.tar", "model.pretrained=a/b"]), "base.yaml")
+    config = load_config(["config=base.yaml", *shlex.split(words.replace("`", ""))])
     assert warnings(config) == []
 
 
