@@ -299,13 +299,13 @@ def evaluate(
         failure = failure or (DataError("another process cannot draw") if has_failed else None)
     if failure is not None:
         raise failure
-    reasons = dict[str, str]()
     if rank == 0:
-        networks = load_networks(drawn.config.evaluation)
+        networks, reasons = load_networks(drawn.config.evaluation), dict[str, str]()
         for name, load in networks.items():  # one that is killed has written the others'
             found = measure({name: load}, drawn.files, drawn.prompts, real, drawn.root, device)
             rows = [{"step": str(weights.step), "weights": weights.name} | row for row in found]
-            reasons |= {name: rows[0]["reason"]} if all(row.get("reason") for row in rows) else {}
+            if all(row.get("reason") for row in rows):
+                reasons[name] = rows[0]["reason"]
             try:
                 publish(args, weights, rows)
             except UserError as error:

@@ -246,6 +246,11 @@ class TrainedModule(pl.LightningModule):
         logged or recorded."""
         raise NotImplementedError
 
+    def reconstructions(self, batch: PixelBatch, count: int) -> Tensor | None:
+        """[B, 3, H, 2W] uint8: the first `count` pictures, each with what the autoencoder makes of it on the right;
+        None where latents were delivered. Collective where the autoencoder is trained, and sharded."""
+        raise NotImplementedError
+
     def configure_model(self) -> None:
         """Strategies that shard weights do so here, before the optimizer is made."""
         strategy_of(self.trainer).shard_network()
@@ -403,6 +408,16 @@ class DiffusionModule(TrainedModule):
             timesteps.append(noised.timesteps.float())
         return torch.stack((torch.stack(losses), torch.stack(timesteps))), None
 
+    def reconstructions(self, batch: PixelBatch, count: int) -> Tensor | None:
+        """As `TrainedModule.reconstructions`, from the mean of the posterior."""
+        if not batch.pixels.numel():
+            return None
+        pixels, at_once = batch.pixels[:count], self.vae_batch or 1
+        mean, _ = self.family.moments(scaled_pixels(pixels), self.vae_precision, at_once).chunk(2, dim=1)
+        with autocast(pixels.device, self.vae_precision):
+            decoded = [self.family.decode(part).float() for part in mean.split(at_once)]
+        return torch.cat((pixels, byte_pixels(torch.cat(decoded))), dim=3)
+
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
         moments = batch.moments.float()
         if not batch.moments.numel():
@@ -529,6 +544,12 @@ class AutoencoderModule(TrainedModule):
                 values.append(self.perceptual(shown, pixels))
         pairs = byte_pixels(torch.cat((pixels, shown), dim=3))
         return torch.stack([value.expand(len(quantiles), -1) for value in values]), pairs
+
+    def reconstructions(self, batch: PixelBatch, count: int) -> Tensor:
+        """As `TrainedModule.reconstructions`, from a draw of the posterior, as in training."""
+        some = replace(batch, pixels=batch.pixels[:count], posterior_noise=batch.posterior_noise[:count])
+        pixels, reconstruction, *_ = self._reconstruct(some)
+        return byte_pixels(torch.cat((pixels, reconstruction), dim=3))
 
     def _reconstruct(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pixels and their reconstruction [B, 3, H, W], [B] KL per pixel value, and the latents; all fp32. In fp16 the

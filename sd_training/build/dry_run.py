@@ -73,11 +73,11 @@ def describe(plan: Plan) -> str:
     if problems := fit_problems(config, family, grid) if networks else []:
         checks.errors.append(ConfigError(problems))
     to_draw = checks.run(lambda: missing_class_images(config, start.changed if start else ())) or []
-    bare = config.dataset.replace(prior=PriorConfig())
     own = plan
     if to_draw:  # half of each micro-batch is then of class images
         half = {name: getattr(plan.batch, name) // 2 for name in ("micro_batch", "num_examples")}
-        own = replace(plan, config=config.replace(dataset=bare), batch=replace(plan.batch, **half))
+        bare = config.replace(dataset=config.dataset.replace(prior=PriorConfig()))
+        own = replace(plan, config=bare, batch=replace(plan.batch, **half))
     data = make_data(own, family, grid)
     reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None

@@ -13,7 +13,7 @@ import torch
 from sd_training.build.models import Trained, meta_twin
 from sd_training.log import get_logger
 from sd_training.models.family import Family
-from sd_training.models.flops import META, flops, picture_flops
+from sd_training.models.flops import META, flops, picture_flops, text_flops
 
 log = get_logger(__name__)
 
@@ -23,7 +23,7 @@ class PictureFlops:
     network cannot be counted. A new size takes about half a second.
 
     FLUX.1 has 20.4 TFLOP per picture of 256 pixels, which MLPerf's reference rounds to 20.3. Networks are counted as
-    copies without weights, so that sharding, compilation and precision do not matter.
+    copies without weights, made at the first call, so that sharding, compilation and precision do not matter.
 
     Args:
         trained: what is trained.
@@ -49,21 +49,21 @@ class PictureFlops:
         family = self._trained.family
         return family and family.with_parts({name: meta_twin(net) for name, net in family.networks().items()})
 
+    @cached_property
+    def _texts(self) -> int:
+        """Of one caption, which does not depend on the picture's size."""
+        assert self._family is not None, "is asked of families only"
+        return text_flops(self._family, self._family.tokenizers().keys() - self._cached)
+
     def _count(self, height: int, width: int) -> float:
         trained = self._trained
         height, width = (side * trained.latent_grid.downscale for side in (height, width))
         if self._family is None:
             pixels = torch.zeros(1, 3, height, width, device=META)
             return 3 * flops(partial(meta_twin(trained.module.network), pixels))
-        frozen, of_trained = picture_flops(
-            self._family,
-            height,
-            width,
-            has_adapters=trained.module.has_adapters,
-            trains_text=len(trained.sharding.roots) > 1,
-            cached=self._cached,
-        )
-        return frozen + of_trained
+        has_adapters, trains_text = trained.module.has_adapters, len(trained.sharding.roots) > 1
+        kinds = {"has_adapters": has_adapters, "trains_text": trains_text, "has_vae": "vae" not in self._cached}
+        return sum(picture_flops(self._family, height, width, self._texts, **kinds))
 
 
 PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {

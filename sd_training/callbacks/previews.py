@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, log_picture
 from sd_training.callbacks.ema import Ema, export_weights
@@ -23,7 +24,7 @@ from sd_training.export.draw import comparison_grid, draw_images, drawing_option
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training import DiffusionModule, TrainedModule, byte_pixels, scaled_pixels
+from sd_training.training import TrainedModule
 from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
@@ -172,7 +173,10 @@ class BatchPictures(OptimizerStepCallback):
         and the run continues."""
         if self._batch is None or not self.is_due(trainer, step, self.every):
             return
-        grids = self._grids(trainer, module, self._batch)
+        typed = autocast(trainer.strategy.root_device, self.precision)
+        # Compiled modules run as they were written, as for drawing.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), typed, export_weights(module, None):
+            pairs = module.reconstructions(self._batch, _RECONSTRUCTIONS)
         if not trainer.is_global_zero:
             return
         path = self.run_dir / "samples" / f"step_{step}" / "batch.png"
@@ -180,34 +184,11 @@ class BatchPictures(OptimizerStepCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             if captions := "".join(f"{line}\n" for line in self._captions(self._batch)):
                 path.with_suffix(".txt").write_text(captions, encoding="utf-8")
-            for name, grid in grids.items():
+            for name, grid in _grids(self._batch.pixels, pairs).items():
                 grid.save(path.with_name(f"{name}.png"))
                 log_picture(trainer, name, grid, step, captions if name == path.stem else "")
         except OSError as error:
             log.error(f"the batch of step {step:,} could not be written: {error}")
-
-    def _grids(self, trainer: pl.Trainer, module: TrainedModule, batch: PixelBatch) -> dict[str, Image.Image]:
-        """Of rank 0 by the name of the file; of the others none."""
-        # Compiled modules run as they were written, as for drawing.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            if not isinstance(module, DiffusionModule):
-                with export_weights(module, None), autocast(module.device, self.precision):
-                    pairs = module.held_out_measures(batch, (0.0,))[1]
-            elif trainer.is_global_zero and batch.pixels.numel():
-                pixels, precision, at_once = batch.pixels[:_RECONSTRUCTIONS], module.vae_precision, module.vae_batch
-                mean, _ = module.family.moments(scaled_pixels(pixels), precision, at_once or 1).chunk(2, dim=1)
-                with autocast(pixels.device, precision):
-                    decoded = [module.family.decode(part).float() for part in mean.split(at_once or 1)]
-                pairs = torch.cat((pixels, byte_pixels(torch.cat(decoded))), dim=3)
-            else:
-                return {}
-        if pairs is None or not trainer.is_global_zero:
-            return {}
-        shown = batch.pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
-        return {
-            "batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS),
-            "batch_reconstructions": comparison_grid(pairs[:_RECONSTRUCTIONS].cpu(), _RECONSTRUCTIONS_PER_ROW),
-        }
 
     def _captions(self, batch: PixelBatch) -> list[str]:
         """One line each, as the tokenizer reads its tokens back; none where no tokens are delivered."""
@@ -217,3 +198,14 @@ class BatchPictures(OptimizerStepCallback):
         decode, masks = self.tokenizers[name].decode, batch.token_masks[name][:_GRID_PICTURES].cpu()
         rows = zip(batch.tokens[name].cpu(), masks, strict=False)
         return [decode(tokens[mask]) for tokens, mask in rows]
+
+
+def _grids(pixels: Tensor, pairs: Tensor | None) -> dict[str, Image.Image]:
+    """By the name of the file; none without pictures."""
+    if pairs is None:
+        return {}
+    shown = pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
+    return {
+        "batch": picture_grid([Image.fromarray(one) for one in shown], _GRID_COLUMNS),
+        "batch_reconstructions": comparison_grid(pairs.cpu(), _RECONSTRUCTIONS_PER_ROW),
+    }

@@ -360,10 +360,9 @@ def source_checkpoint(path: Path, *, contents: bool = True) -> Path:
         folders = [path] if _SEALED_NAME.fullmatch(path.name) else sealed_checkpoints(path / "checkpoints")[::-1]
     except OSError as error:
         raise ConfigError(f"experiment.start_from: {path} cannot be read: {error}") from error
-    problems = []
-    for folder in (folder for folder in folders if not folder.is_dir()):
-        kept = ", ".join(f"{step_of(own)}" for own in sealed_checkpoints(folder.parent))
-        problems.append(f"{folder} is no folder" + f"; there are the steps {kept} (checkpoint.keep)" * bool(kept))
+    kept = ", ".join(f"{step_of(own)}" for own in sealed_checkpoints(path.parent))
+    others = f"; there are the steps {kept} (checkpoint.keep)" if kept else ""
+    problems = [f"{folder} is no folder{others}" for folder in folders if not folder.is_dir()]
     for folder in folders if not problems else ():
         if not (found := verify_checkpoint(folder, contents=contents)):
             return folder

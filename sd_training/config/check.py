@@ -44,10 +44,9 @@ def warnings(config: Config) -> list[str]:
 
 
 def _mixed(config: Config) -> Iterator[str]:
-    if config.dataset.params.filters:
-        for number, entry in enumerate(config.dataset.mix):
-            if not entry.params.filters:
-                yield f"dataset.mix.{number}.params.filters: has none; those of dataset.params are not used for it"
+    for number, entry in enumerate(config.dataset.mix if config.dataset.params.filters else ()):
+        if not entry.params.filters:
+            yield f"dataset.mix.{number}.params.filters: has none; those of dataset.params are not used for it"
 
 
 def unread(group: Any, prefix: str = "", *, is_refused: bool = True) -> Iterator[str]:

@@ -151,8 +151,8 @@ def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictCo
     lengths = [f"experiment.{name}" for name in LENGTHS]
     given = [key for key in lengths if origins.get(key) == _COMMAND_LINE and OmegaConf.select(tree, key) is not None]
     if len(given) == 1:  # it takes the place of a file's, whichever that is
-        for key in lengths:
-            OmegaConf.update(tree, key, OmegaConf.select(tree, key) if key in given else None)
+        for key in {*lengths} - {*given}:
+            OmegaConf.update(tree, key, None)
     # An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
     if (times := len({item for item in overrides if item.startswith(f"{_SHARDS}=")})) > 1:
         problems[_SHARDS] = f"is given {times} times with different values; give one, and quote a pattern with braces"

@@ -3,7 +3,7 @@
 A multiply-add counts as two; a backward pass as two forward passes; recomputation not at all.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,18 +48,18 @@ def text_flops(family: Family, names: Iterable[str]) -> int:
 
 
 def picture_flops(
-    family: Family, height: int, width: int, *, has_adapters: bool, trains_text: bool, cached: Collection[str] = ()
+    family: Family, height: int, width: int, texts: int, *, has_adapters: bool, trains_text: bool, has_vae: bool = True
 ) -> tuple[int, int]:
     """FLOPs of frozen encoders, and of what is trained, for one picture [pixels] in a training step. What is trained
     counts three times its forward pass; with adapters, which do not count, twice: frozen weights have no gradient.
 
     Args:
         family: on the meta device.
-        cached: encoders that do not run.
+        texts: `text_flops` of the text encoders that run.
+        has_vae: whether the autoencoder runs.
     """
-    passes = 2 if has_adapters else 3
-    encoding = 0 if "vae" in cached else autoencoder_flops(family, height, width)
-    training, texts = forward_flops(family, height, width), text_flops(family, family.tokenizers().keys() - cached)
+    passes, training = 2 if has_adapters else 3, forward_flops(family, height, width)
+    encoding = autoencoder_flops(family, height, width) if has_vae else 0
     return (encoding, passes * (training + texts)) if trains_text else (encoding + texts, passes * training)
 
 
@@ -71,8 +71,8 @@ def encoding_share(config: Config) -> float:
     """
     family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
     height, width = max(training_sizes(config.dataset.params).sizes, key=lambda size: size[0] * size[1])
-    model = config.model
+    model, texts = config.model, text_flops(family, family.tokenizers())
     encoding, training = picture_flops(
-        family, height, width, has_adapters=bool(model.lora.rank), trains_text=model.trains_text
+        family, height, width, texts, has_adapters=bool(model.lora.rank), trains_text=model.trains_text
     )
     return encoding / (encoding + training)

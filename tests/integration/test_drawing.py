@@ -246,6 +246,8 @@ def test_pictures_made_with_something_else_are_not_mixed(pipeline_dir: Path, tmp
     ("options", "said"),
     [
         (["--lora", "made.bin"], "--lora: made.bin is no *.safetensors file"),
+        (["--lora", "other.safetensors:0,5"], "is no *.safetensors file; a weight is a number, as in PATH:0.5"),
+        (["--lora", "empty"], "empty has no adapters; draw with --pipeline empty"),
         (["--lora", "other.safetensors:0.5"], "--lora: other.safetensors does not fit StableDiffusionPipeline ("),
         (
             ["--denoiser", "other.safetensors"],

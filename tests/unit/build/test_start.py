@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sd_training.build.models import optimization
-from sd_training.build.plan import Start, make_plan
+from sd_training.build.plan import Start, find_start, make_plan
 from sd_training.checkpoint.mirror import AT_START, Mirror
 from sd_training.config.load import load_config
 from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, ConfigError, UserError
@@ -73,3 +73,10 @@ def test_an_average_on_cuda_is_refused_on_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ema\.device: cuda, but the run is on cpu; use auto or cpu"):
         make_plan(load_config(words))
     make_plan(load_config([*words, "ema.device=auto"]))
+
+
+def test_a_file_where_the_run_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    plan = make_plan(load_config(options(tmp_path / "run", Path("someone/pipeline"), tmp_path)))
+    with pytest.raises(ConfigError, match=r"experiment\.name: .*run cannot be a run folder: .*; take another one"):
+        find_start(plan, None)

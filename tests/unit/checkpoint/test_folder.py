@@ -24,10 +24,11 @@ from sd_training.checkpoint.folder import (
     remove_leftovers,
     seal_partial,
     sealed_checkpoints,
+    source_checkpoint,
     step_of,
     verify_checkpoint,
 )
-from sd_training.errors import CheckpointError
+from sd_training.errors import CheckpointError, ConfigError
 from tests.checkpoints import write_sealed
 
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "more.bin": b"x" * 1000}
@@ -196,6 +197,12 @@ def test_every_file_follows_the_umask(root: Path, umask: int, folder_mode: int, 
 def test_step_of_refuses_other_names(name: str) -> None:
     with pytest.raises(ValueError, match="step=N"):
         step_of(Path("checkpoints") / name)
+
+
+def test_a_step_that_is_not_kept_is_named_with_those_that_are(root: Path) -> None:
+    write_steps(root, 5, 10)
+    with pytest.raises(ConfigError, match=r"step=7 is no folder; there are the steps 5, 10 \(checkpoint\.keep\)"):
+        source_checkpoint(root / "step=7")
 
 
 def test_a_checkpoint_is_found_without_torch(root: Path) -> None:
