@@ -35,7 +35,7 @@ HEAVY = {"torch", "pytorch_lightning", "diffusers", "transformers", "torchvision
 MAX_FUNCTION_LINES = 80
 MAX_FILE_CODE_LINES = 450
 """Past this a file probably holds two ideas. It is not lower on purpose: a cap of 300 lines made 246 thin modules."""
-BUDGET = {"sd_training": (16_150, 110, 14), "scripts": (3_950, 23, 23)}
+BUDGET = {"sd_training": (16_175, 110, 14), "scripts": (3_950, 23, 23)}
 """Folder → code lines, files, files in one folder, with all planned features."""
 MIN_LINES_FOR_ONE_IMPORTER = 40
 ONE_CHOICE_PER_FILE = ("sd_training.callbacks.", "sd_training.data.sources.", "sd_training.models.families.")

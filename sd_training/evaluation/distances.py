@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 from scipy.stats import binomtest
 from torch import Tensor
 
@@ -21,7 +22,7 @@ _SEED = 0
 _COVERAGE = 0.95
 _ROWS = 1024
 """Of a matrix of kernels or distances that is computed at once."""
-_EXTRAPOLATION_SIZES = 15
+_EXTRAPOLATION_SIZES, _EXTRAPOLATIONS = 15, 20
 _NEIGHBOURS = 3
 _CMMD_SIGMA, _CMMD_SCALE = 10.0, 1000.0
 
@@ -31,11 +32,11 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and, where there is one, its 95 % interval."""
+    """A value and its 95 % interval."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
 
 
 def fid(drawn: Tensor, real: Tensor) -> Estimate:
@@ -46,16 +47,20 @@ def fid(drawn: Tensor, real: Tensor) -> Estimate:
 
 def fid_infinity(drawn: Tensor, real: Tensor) -> Estimate:
     """The Fréchet distance of infinitely many drawn pictures, by a line through those of subsets over 1 / size (Chong &
-    Forsyth 2020, arXiv:1911.07023, section 3); the bias of a finite `real` stays."""
+    Forsyth 2020, arXiv:1911.07023, section 3); the bias of a finite `real` stays. The interval is Student's, of the
+    deviation over lines through resamples."""
     count, generator = len(drawn), np.random.default_rng(_SEED)
     sizes = np.unique(np.linspace(max(count // 10, 2), count, _EXTRAPOLATION_SIZES).astype(int))
     if len(sizes) < 3:
         raise ValueError(f"{count} pictures are too few for a line; draw 4 or more")
-    counts = np.zeros((len(sizes), count))
-    for row, size in zip(counts, sizes, strict=True):
-        row[generator.permutation(count)[:size]] = 1
-    distances = _frechet(drawn.double(), real.double(), torch.from_numpy(counts).to(drawn.device))
-    return Estimate(float(np.polynomial.Polynomial.fit(1 / sizes, distances.cpu().numpy(), 1)(0.0)))
+    ends = []
+    for pictures in (range(count), *generator.integers(count, size=(_EXTRAPOLATIONS, count))):
+        subsets = [np.bincount(generator.permutation(pictures)[:size], minlength=count) for size in sizes]
+        counts = torch.from_numpy(np.stack(subsets)).to(drawn.device, torch.float64)
+        distances = _frechet(drawn.double(), real.double(), counts).cpu().numpy()
+        ends.append(float(np.polynomial.Polynomial.fit(1 / sizes, distances, 1)(0.0)))
+    half = float(stdtrit(_EXTRAPOLATIONS - 1, (1 + _COVERAGE) / 2)) * float(np.std(ends[1:], ddof=1))
+    return Estimate(ends[0], ends[0] - half, ends[0] + half)
 
 
 def kid(drawn: Tensor, real: Tensor) -> Estimate:
@@ -136,11 +141,13 @@ def _frechet(drawn: Tensor, real: Tensor, counts: Tensor) -> Tensor:
     products = drawn @ (vectors[:, kept] * eigenvalues[kept].sqrt())  # of X R: squares come later, for less rounding
     distances = []
     for weights in counts:
-        total, scale = weights.sum(), weights.sqrt()[:, None]
+        chosen = weights.nonzero()[:, 0]
+        total, scale = weights.sum(), weights[chosen, None].sqrt()
         mean = weights @ drawn / total
-        own = ((drawn - mean) * scale).square().sum() / (total - 1)
-        part = (products - weights @ products / total) * scale
-        shared = torch.linalg.eigvalsh(part.T @ part / (total - 1))
+        own = ((drawn[chosen] - mean) * scale).square().sum() / (total - 1)
+        part = (products[chosen] - weights @ products / total) * scale
+        gram = part @ part.T if len(part) < part.shape[1] else part.T @ part  # the same eigenvalues; the smaller one
+        shared = torch.linalg.eigvalsh(gram / (total - 1))
         cross = shared[significant(shared)].sqrt().sum()
         distances.append(mean.square().sum() + own + covariance.trace() - 2 * cross)
     return torch.stack(distances)
@@ -148,18 +155,18 @@ def _frechet(drawn: Tensor, real: Tensor, counts: Tensor) -> Tensor:
 
 def _squared_mmd(drawn: Tensor, real: Tensor, counts: Tensor, kernel: Kernel) -> Tensor:
     """[R] unbiased (Gretton et al. 2012, eq. 3), in memory for `_ROWS` rows of the kernel matrices."""
-    cross = sum(counts[:, s : s + _ROWS] @ kernel(drawn[s : s + _ROWS], real).sum(1) for s in _starts(drawn))
-    cross = cross / (counts.sum(1) * len(real))
+    parts = zip(counts.split(_ROWS, dim=1), drawn.split(_ROWS), strict=True)
+    cross = sum(weights @ kernel(part, real).sum(1) for weights, part in parts) / (counts.sum(1) * len(real))
     return _mean_of_pairs(drawn, counts, kernel) + _mean_of_pairs(real, torch.ones_like(real.T[:1]), kernel) - 2 * cross
 
 
 def _mean_of_pairs(features: Tensor, counts: Tensor, kernel: Kernel) -> Tensor:
     """[R] mean of the kernel over the pairs of different pictures of each resample; a picture that occurs twice makes
     no pair with itself."""
-    total = torch.zeros_like(counts[:, 0])
-    for start in _starts(features):
-        values, weights = kernel(features, features[start : start + _ROWS]), counts[:, start : start + _ROWS]
-        total += (weights * (counts @ values)).sum(1) - weights.square() @ values.diagonal(-start)
+    total, parts = torch.zeros_like(counts[:, 0]), zip(counts.split(_ROWS, dim=1), features.split(_ROWS), strict=True)
+    for number, (weights, part) in enumerate(parts):
+        values = kernel(features, part)
+        total += (weights * (counts @ values)).sum(1) - weights.square() @ values.diagonal(-number * _ROWS)
     return total / (counts.sum(1).square() - counts.square().sum(1))
 
 
@@ -167,10 +174,6 @@ def _in_balls(points: Tensor, centres: Tensor) -> Tensor:
     """[P] whether each point lies in some ball around a centre that reaches to the centre's third neighbour."""
     if len(centres) <= _NEIGHBOURS:
         raise ValueError(f"{len(centres)} pictures have no third neighbour; give {_NEIGHBOURS + 1} or more")
-    rows = (torch.cdist(centres[s : s + _ROWS], centres) for s in _starts(centres))
+    rows = (torch.cdist(part, centres) for part in centres.split(_ROWS))
     radii = torch.cat([distances.kthvalue(_NEIGHBOURS + 1).values for distances in rows])  # the nearest is itself
-    return torch.cat([(torch.cdist(points[s : s + _ROWS], centres) <= radii).any(1) for s in _starts(points)])
-
-
-def _starts(features: Tensor) -> range:
-    return range(0, len(features), _ROWS)
+    return torch.cat([(torch.cdist(part, centres) <= radii).any(1) for part in points.split(_ROWS)])

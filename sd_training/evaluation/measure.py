@@ -143,8 +143,7 @@ def measure(
                 yield row | {"reason": _sentence(error)}
                 continue
             numbers = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-            known = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
-            yield row | {key: f"{value:.9g}" for key, value in known.items()}
+            yield row | {key: f"{value:.9g}" for key, value in numbers.items() if math.isfinite(value)}
 
 
 def _sentence(error: Exception) -> str:

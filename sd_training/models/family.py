@@ -4,6 +4,7 @@ A new family is one file with one subclass, listed in `families/__init__.py` and
 captions are encoded, and what else the denoiser is given; the rest are class attributes.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -52,6 +53,13 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
     dtype = AUTOCAST_DTYPE[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def run_text_encoder(encoder: Any, tokens: Tensor, **options: Any) -> Any:
+    """Its output. A decoder would keep keys and values of every layer for tokens that it is to write."""
+    if "use_cache" in inspect.signature(type(encoder).forward).parameters:
+        options["use_cache"] = False
+    return encoder(tokens, **options)
 
 
 class Family(ABC):
@@ -111,6 +119,7 @@ class Family(ABC):
 
     def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, settings: Index | None = None) -> None:
         self.parts, self.schedulers, self.settings = dict(parts), schedulers, dict(settings or {})
+        self._channel_scales = dict[torch.device, list[Tensor]]()
 
     @classmethod
     def part_configs(cls, model: ModelConfig, index: Index) -> dict[str, tuple[str, PartConfig]]:
@@ -230,11 +239,13 @@ class Family(ABC):
 
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes, per channel where the autoencoder has such a scale."""
-        config = self.vae.config
-        factor, mean, std = config.get("scaling_factor", 1.0), config.get("latents_mean"), config.get("latents_std")
-        if mean is None or std is None:
+        config, scales = self.vae.config, self._channel_scales
+        factor, values = config.get("scaling_factor", 1.0), (config.get("latents_mean"), config.get("latents_std"))
+        if None in values:
             return (latents - (config.get("shift_factor") or 0.0)) * factor
-        mean, std = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        if latents.device not in scales:  # once: the host waits for an upload
+            scales[latents.device] = [latents.new_tensor(each).view(1, -1, 1, 1) for each in values]
+        mean, std = scales[latents.device]
         return (latents - mean) * factor / std
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def test_the_wandb_key_is_written_nowhere(
     assert json.loads((run_dir / "run.json").read_text())["starts"][0]["command"][-1] == "wandb.api_key=(hidden)"
 
 
-def test_the_environment_chooses_a_mode_and_wandb_gets_the_options(
+def test_the_environment_chooses_a_mode_and_wandb_gets_options_and_curves(
     tmp_path: Path,
     pipeline_dir: Path,
     shards_dir: Path,
@@ -290,14 +290,18 @@ def test_the_environment_chooses_a_mode_and_wandb_gets_the_options(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     run_dir = tmp_path / "run"
-    train(options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16))
+    held_out = makers.caption_shards(tmp_path / "held_out")
+    measured = {"validation__path": held_out, "validation__every": 2, "validation__num_levels": 2}
+    train(options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16, **measured))
     assert "wandb: " not in capfd.readouterr().err
     (offline,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    missing = {b'"learning_rate":0.001', b"validation_loss_trained/level_1", b"validation_loss_low_average/level_0"}
     for _ in range(600):  # W&B's own process, which all tests here share, may still be writing
-        if is_written := b'"learning_rate":0.001' in offline.read_bytes():
+        written = offline.read_bytes()
+        if not (missing := {each for each in missing if each not in written}):
             break
         time.sleep(0.1)
-    assert is_written
+    assert not missing
     shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert shown.Tags()["scalars"] and "hp_metric" not in shown.Tags()["scalars"]
 

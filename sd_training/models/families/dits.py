@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import pad
 
-from sd_training.models.family import Family
+from sd_training.models.family import Family, run_text_encoder
 from sd_training.models.mmdit_rope import from_patches, to_patches
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
@@ -47,7 +47,7 @@ class StableDiffusion3(Family):
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusion3Pipeline.encode_prompt`."""
         if name not in _CLIPS:
-            return TextOutput(self.parts[name](tokens)[0])
+            return TextOutput(run_text_encoder(self.parts[name], tokens)[0])
         output = self.parts[name](tokens, output_hidden_states=True)
         return TextOutput(output.hidden_states[-2], output[0])
 
@@ -95,7 +95,7 @@ class PixArtSigma(Family):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `PixArtSigmaPipeline.encode_prompt`."""
-        return TextOutput(self.parts[name](tokens, attention_mask=mask)[0])
+        return TextOutput(run_text_encoder(self.parts[name], tokens, attention_mask=mask)[0])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""
@@ -162,7 +162,7 @@ class Flux(TokenFamily):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `FluxPipeline.encode_prompt`: no mask."""
-        output = self.parts[name](tokens)
+        output = run_text_encoder(self.parts[name], tokens)
         return TextOutput(pooled=output.pooler_output) if name == "text_encoder" else TextOutput(output[0])
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:

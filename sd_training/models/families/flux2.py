@@ -12,7 +12,7 @@ from torch import Tensor
 from sd_training.config.schema import ConditioningConfig, ModelConfig
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.models.families.dits import TokenFamily
-from sd_training.models.family import Index, chat_tokenizer
+from sd_training.models.family import Index, chat_tokenizer, run_text_encoder
 from sd_training.models.mmdit_rope import from_patches, to_patches
 from sd_training.types import Conditioning, TextOutput
 
@@ -54,8 +54,8 @@ class Flux2Klein(TokenFamily):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `Flux2KleinPipeline.encode_prompt`."""
-        options = {"output_hidden_states": True, "use_cache": False}
-        states = self.text_network(name)(tokens, attention_mask=mask, **options).hidden_states
+        options = {"attention_mask": mask, "output_hidden_states": True}
+        states = run_text_encoder(self.text_network(name), tokens, **options).hidden_states
         return TextOutput(torch.cat([states[layer] for layer in LAYERS], dim=-1))
 
     def scaled(self, latents: Tensor) -> Tensor:

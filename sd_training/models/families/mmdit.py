@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sd_training.config.schema import ConditioningConfig, ModelConfig, PartConfig, TextOptions, drop_final_norm
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.family import NULL_IS_ZEROS, TEXT_PARTS, Family, Index, is_stored
+from sd_training.models.family import NULL_IS_ZEROS, TEXT_PARTS, Family, Index, is_stored, run_text_encoder
 from sd_training.models.load import effective_part
 from sd_training.models.mmdit_rope import MMDiTRope
 from sd_training.types import Conditioning, PixelBatch, TextOutput
@@ -61,7 +61,7 @@ def encode_text(encoder: Any, tokens: Tensor, mask: Tensor, option: TextOptions)
     """What is taken from one encoder, as `encode_texts` describes it."""
     is_last, result = option.layer in (None, -1), TextOutput()
     attention_mask = mask.long() if option.use_mask else None
-    output = encoder(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
+    output = run_text_encoder(encoder, tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
     last = output.last_hidden_state
     if option.layer is not None:
         states = last if is_last else output.hidden_states[option.layer]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.models.families.dits import TokenFamily
+from sd_training.models.family import run_text_encoder
 from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 _PARTS = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
@@ -53,7 +54,7 @@ class QwenImage(TokenFamily):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `QwenImagePipeline.encode_prompt`."""
-        output = self.text_network(name)(tokens, attention_mask=mask)
+        output = run_text_encoder(self.text_network(name), tokens, attention_mask=mask)
         return TextOutput(output.last_hidden_state[:, UNREAD:])
 
     def text_network(self, name: str) -> Any:

@@ -12,7 +12,7 @@ from diffusers import SanaPipeline
 from torch import Tensor, nn
 
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.models.family import Family
+from sd_training.models.family import Family, run_text_encoder
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
 _DEFAULTS = inspect.signature(SanaPipeline.__call__).parameters
@@ -52,7 +52,7 @@ class Sana(Family):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `SanaPipeline.encode_prompt`."""
-        return TextOutput(behind_instruction(self.parts[name](tokens, attention_mask=mask)[0]))
+        return TextOutput(behind_instruction(run_text_encoder(self.parts[name], tokens, attention_mask=mask)[0]))
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
         """As `Family.condition`."""

@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 
 from sd_training.config.schema import FamilyName
-from sd_training.models.family import NULL_IS_ZEROS, SIZE_NUMBERS, Family
+from sd_training.models.family import NULL_IS_ZEROS, SIZE_NUMBERS, Family, run_text_encoder
 from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
@@ -38,7 +38,8 @@ class StableDiffusion(Family):
         """Last hidden states, as `StableDiffusionPipeline` uses them."""
         encoder = self.parts[name]
         is_masked = encoder.config.to_dict().get("use_attention_mask")  # a setting that only this pipeline reads
-        return TextOutput(encoder(tokens, attention_mask=mask.long() if is_masked else None).last_hidden_state)
+        output = run_text_encoder(encoder, tokens, attention_mask=mask.long() if is_masked else None)
+        return TextOutput(output.last_hidden_state)
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
@@ -68,7 +69,7 @@ class StableDiffusionXL(StableDiffusion):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusionXLPipeline.encode_prompt`."""
-        output = self.parts[name](tokens, output_hidden_states=True)
+        output = run_text_encoder(self.parts[name], tokens, output_hidden_states=True)
         states = output.hidden_states[-2]
         return TextOutput(states, output[0]) if name == "text_encoder_2" else TextOutput(states)
 

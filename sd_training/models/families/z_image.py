@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.models.families.dits import PIPELINE_TIMESTEPS
-from sd_training.models.family import Family, chat_tokenizer
+from sd_training.models.family import Family, chat_tokenizer, run_text_encoder
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
 LENGTH = int(inspect.signature(ZImagePipeline.__call__).parameters["max_sequence_length"].default)
@@ -46,7 +46,8 @@ class ZImage(Family):
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `ZImagePipeline.encode_prompt`."""
-        return TextOutput(self.parts[name](tokens, attention_mask=mask, output_hidden_states=True).hidden_states[-2])
+        options = {"attention_mask": mask, "output_hidden_states": True}
+        return TextOutput(run_text_encoder(self.parts[name], tokens, **options).hidden_states[-2])
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
         """As `Family.condition`."""

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.models.families import FAMILIES, load_family
-from sd_training.models.family import Family
+from sd_training.models.family import Family, run_text_encoder
 from tests.family_makers import PIPELINES, save_pipeline
 from tests.tiny_parts import UNET_PARAMS, save_tiny_pipeline
+from tests.unit.models.denoiser_steps import load_tiny
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +264,10 @@ def test_levels_of_a_unet_are_cut_where_their_heads_can_be_divided(tmp_path: Pat
         attention = [module for name, module in block.named_modules() if name in ("attn1", "attn2")]
         assert [module.heads for module in attention] == [1] * len(heads)
     assert cut == {(), (1, 1), (2, 2)}
+
+
+def test_decoders_keep_nothing_for_further_tokens(tmp_path: Path) -> None:
+    family = load_tiny("qwen_image", tmp_path / "pipeline")
+    encoder, tokens = family.text_network("text_encoder"), torch.ones(1, 4, dtype=torch.int64)
+    assert encoder(tokens).past_key_values is not None
+    assert run_text_encoder(encoder, tokens).past_key_values is None
