@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import gpu_check
+from tests.faults.fork_server import shared_server
 from tests.gpu_check import Experiment, conducted, lack
 from tests.gpu_experiments import Result, Setting
 from tests.integration.commands import ROOT, forked
@@ -79,20 +79,26 @@ def test_packages_that_are_missing_are_named(setting: Setting) -> None:
     assert lack(Experiment("a", fail, needs="cuda"), on_gpu) == "" and lack(Experiment("a", fail), setting) == ""
 
 
+def tell_and_hang(setting: Setting) -> Result:
+    (setting.folder / "child").write_text(str(os.getpid()))
+    hang(setting)
+    return {}
+
+
+def parent(words: list[str]) -> None:
+    """Conducts an experiment that does not end. Args: a folder."""
+    conducted(Experiment("a", tell_and_hang), Setting("cpu", True, Path(words[0]), 1), 600)
+
+
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    program = (
-        "import os, sys; from tests import gpu_check; from tests.gpu_experiments import Setting\n"
-        "from tests.integration.test_gpu_check import hang; from pathlib import Path\n"
-        "def told(setting): print(os.getpid(), file=sys.stderr, flush=True); hang(setting)\n"
-        "gpu_check.conducted(gpu_check.Experiment('a', told), Setting('cpu', True, Path('.'), 1), 600)"
-    )
-    script = tmp_path / "parent.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}\n")
-    parent = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
-    assert parent.stderr is not None
-    child = next(int(line) for line in parent.stderr if line.strip().isdecimal())
-    parent.kill()
-    parent.wait()
+    started = shared_server().start("tests.integration.test_gpu_check:parent", [str(tmp_path)], tmp_path / "log")
+    told = tmp_path / "child"
+    while not (told.exists() and told.read_text()):
+        assert started.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    child = int(told.read_text())
+    started.send(signal.SIGKILL)
+    assert started.wait(60) == -signal.SIGKILL
     for _ in range(600):
         if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
             return

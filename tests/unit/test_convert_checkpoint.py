@@ -15,6 +15,7 @@ from scripts import convert_checkpoint
 from scripts.convert_checkpoint import SPARE_BYTES, convert, limit_resources, load
 from sd_training.errors import DataError
 from tests.faults.hostile_files import canary_pickle
+from tests.integration.commands import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,15 +108,13 @@ def test_the_command_has_a_process_without_rights(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "good.pt")
     command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py")]
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=900)
-
-    done = run("good.pt", "good.safetensors")
+    words = [*command, "good.pt", "good.safetensors"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "1 tensor," in done.stdout and "opened with" in done.stdout
     assert load_file(tmp_path / "good.safetensors")["a"].shape == (2,)
     (tmp_path / "folder.pt").mkdir()
-    for words, reason in (
+    for given, reason in (
         (("none.pt", "x.safetensors"), "no such file"),
         (("good.pt", "good.safetensors"), "exists"),
         (("good.pt", "x.bin"), "must be a"),
@@ -123,7 +122,7 @@ def test_the_command_has_a_process_without_rights(tmp_path: Path) -> None:
         (("good.pt", "good.pt/x.safetensors"), "must be a *.safetensors file in a folder that exists"),
         (("good.pt", "/proc/x.safetensors"), "/proc/x.safetensors: cannot be written: "),
     ):
-        done = run(*words)
+        done = forked(command[1], *given, cwd=tmp_path)
         assert (done.returncode, reason in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 
