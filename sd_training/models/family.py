@@ -15,6 +15,8 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from sd_training.config.schema import (
     FAMILY_PARTS,
@@ -53,6 +55,17 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
     dtype = AUTOCAST_DTYPE[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _kept_mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Any:
+    """transformers' own, but never left out: to see whether a mask hides nothing, the host would wait for the device,
+    and the kernel for a caption would depend on the length of those beside it."""
+    if attention_mask is not None:
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+
+AttentionMaskInterface.register("sdpa", _kept_mask)
 
 
 def run_text_encoder(encoder: Any, tokens: Tensor, **options: Any) -> Any:

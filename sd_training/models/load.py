@@ -19,9 +19,7 @@ import torch
 import transformers
 from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sd_training.config.check import PARTS
@@ -36,16 +34,6 @@ os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 
-
-def _kept_mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Any:
-    """transformers' own, but never left out: to see whether a mask hides nothing, the host would wait for the device,
-    and the kernel for a caption would depend on the length of those beside it."""
-    if attention_mask is not None:
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(*args, attention_mask=attention_mask, **options)
-
-
-AttentionMaskInterface.register("sdpa", _kept_mask)
 
 _CLASSES: Mapping[str, str] = {
     "vae": "AutoencoderKL AutoencoderDC AutoencoderKLFlux2 AutoencoderKLQwenImage",
